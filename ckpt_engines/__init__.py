@@ -63,8 +63,7 @@ if TYPE_CHECKING:
     from .contract.storing import StoringSender, VersionFiles, bucket_file_name
     from .contract.viewing import ViewableSender, ViewingReceiver
     from .deadline import Deadline
-    from .links.receiver_link import ReceiverLink
-    from .links.sender_link import SenderLink
+    from .links.sides import ReceiverLink, SenderLink
     from .registry import CheckpointEngineRegistry, EngineListing
 
 _LAZY = {
@@ -82,8 +81,7 @@ _LAZY = {
     ".contract.storing": ("StoringSender", "VersionFiles", "bucket_file_name"),
     ".contract.viewing": ("ViewableSender", "ViewingReceiver"),
     ".deadline": ("Deadline",),
-    ".links.receiver_link": ("ReceiverLink",),
-    ".links.sender_link": ("SenderLink",),
+    ".links.sides": ("ReceiverLink", "SenderLink"),
     ".registry": ("CheckpointEngineRegistry", "EngineListing"),
 }
 """Modules that need torch, and the public names of each."""

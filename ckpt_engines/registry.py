@@ -25,7 +25,7 @@ from .errors import (
 )
 from .faulty.engine import PREFIX as FAULTY
 from .faulty.engine import faulty
-from .runtime.daemon_threads import within
+from .runtime.threads import within
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0

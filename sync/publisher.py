@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import (
     SupersededError,
     as_weightlane_error,
 )
-from weightlane.ckpt_engines.runtime.at_exit import start_thread
+from weightlane.ckpt_engines.runtime.threads import start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
 from .config import SyncConfig
@@ -30,8 +30,7 @@ from .control.participant import JOIN_THREAD_S, Participant, checked_version
 from .control.rendezvous import RendezvousAddress
 from .plan.session_plan import SessionPlan
 from .send.publication import Publication, PublicationQueue
-from .send.send_session import SendSession
-from .send.sending_rank import SendingRank
+from .send.send_session import SendingRank, SendSession
 from .send.snapshot.snapshot import Progress
 from .send.version_sender import VersionSender
 from .send.version_storing import VersionStoring
@@ -169,13 +168,6 @@ class Publisher(Participant):
                 publication.version,
             )
         return seconds
-
-    def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves; an engine that stores versions may still be storing it then.
-
-        Raises `SyncAbortedError` with the same reason on every participant.
-        """
-        self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def wait_stored(self, version: int, timeout_s: float) -> None:
         """Block until an engine that stores versions has committed `version`, which serves, or a later one in its place.

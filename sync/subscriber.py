@@ -23,8 +23,8 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.ckpt_engines.links.link import buffer_device
-from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
+from weightlane.ckpt_engines.runtime.threads import start_thread
 from weightlane.plugins import RunHooks
 
 from .codecs.delta.staged_delta import IncomingDelta
@@ -35,8 +35,7 @@ from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
 from .plan.session_plan import PlanExchange, SessionPlan
 from .receive.live_stream import LiveStream
-from .receive.receive_session import ReceiveSession
-from .receive.relay import Relay
+from .receive.receive_session import ReceiveSession, Relay
 from .receive.staging import LiveIdentity, Staging, lacks_base
 from .receive.version_receiver import StageRequest, VersionReceiver
 from .version.bucket_checksums import StoredChecksums
@@ -185,10 +184,6 @@ class Subscriber(Participant):
         """End the use of the tensors of `version` that `take` or `take_previous` returned."""
         self._staging.release(version)
         self._clean_up_soon(version)
-
-    def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves. Raises `SyncAbortedError` with the same reason on every participant."""
-        self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def _free(self) -> None:
         self._calls.put(None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
-from weightlane.ckpt_engines.channels.connection import Frame
+from weightlane.ckpt_engines.channels.channel import Frame
 from weightlane.sync import CommitReport, Manifest, Placement, TensorSpec
 from weightlane.sync.control.messages import (
     Accepted,

@@ -275,7 +275,7 @@ def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
 
 def loading() -> list[dict[str, Any]]:
     """A model on four ranks: the slowest rank, and the one with most memory above its share."""
-    from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+    from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
 
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from ..deadline import Deadline
 from ..runtime.lifecycle import Lifecycle
-from .channel import Channel
-from .connection import Keys
+from .channel import Channel, Keys
 from .handshake import Hello
 from .listener import Admission, Listener
 

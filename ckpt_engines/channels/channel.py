@@ -1,23 +1,192 @@
-"""`Channel`: one connection between a sender and a receiver, bounded by deadlines and ended by a close or a death.
+"""`Connection`: signed frames over a stream socket, the wire format of every connection that weightlane opens itself.
 
-When a process ends, for whatever reason, its sockets are closed, and the other side sees that at once. Messages are JSON objects
-in signed frames, or plain bytes of a size that both sides know.
+A frame has a kind, a number, a name and a payload. It carries an HMAC-SHA256 (RFC 2104) over its contents and over the count of
+the frames before it, under a key of this connection and direction. So a forged, changed or repeated frame, one from another
+connection, and the frame after a missing one are refused. The payload is signed by its digest, so one payload for many peers is
+hashed once. A separate key is derived from the run's secret for every purpose. The lengths of signed parts are signed, too, so
+two different lists of parts never give the same signature. Secrets and keys are never sent.
+
+`Channel`: one connection between a sender and a receiver, bounded by deadlines and ended by a close or a death. When a process
+ends, for whatever reason, its sockets are closed, and the other side sees that at once. Messages are JSON objects in signed
+frames, or plain bytes of a size that both sides know.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import hmac
 import json
+import secrets
 import select
 import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..deadline import Deadline
-from ..errors import PeerLostError, ProtocolError
+from ..errors import ConfigError, PeerLostError, ProtocolError
 from ..runtime.lifecycle import Lifecycle
-from .connection import LEAST_BYTES, LENGTH, Connection, Frame, Keys
-from .handshake import decode_text
+
+SECRET_BYTES = 32
+TAG_BYTES = 32
+_PART = "authentication"
+
+
+def new_secret() -> str:
+    """Return a new secret from the operating system's generator: 64 hexadecimal digits."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def tag(key: bytes, number: int, head: bytes, payload_digest: bytes) -> bytes:
+    """Return the signature, 32 bytes, of message `number` of a connection, over its head and its payload's SHA-256."""
+    return hmac.digest(key, struct.pack("<QI", number, len(head)) + head + payload_digest, "sha256")
+
+
+def derive_key(secret: str, purpose: str) -> bytes:
+    """Return the key, 32 bytes, for one `purpose`. It reveals neither `secret` nor the keys for other purposes.
+
+    Raises `ConfigError` when `secret` is empty.
+    """
+    if not secret:
+        raise ConfigError("the run's secret is empty.", part=_PART, hint="Make one with new_secret().")
+    return _digest(secret.encode(errors="surrogatepass"), b"key", purpose.encode(errors="surrogatepass"), b"").digest()
+
+
+def proof(key: bytes, *parts: str) -> str:
+    """Return the signature of `parts`, which only a holder of `key` can compute, as 64 hexadecimal digits."""
+    return _digest(key, *(part.encode(errors="surrogatepass") for part in parts)).hexdigest()
+
+
+def proves(key: bytes, claim: object, *parts: str) -> bool:
+    """Tell whether `claim`, any object that a peer sent, is the `proof` of `parts`. Takes the same time for every claim."""
+    given = claim.encode(errors="replace") if isinstance(claim, str) else b""
+    return hmac.compare_digest(proof(key, *parts).encode(), given)
+
+
+def _digest(key: bytes, *parts: bytes) -> hmac.HMAC:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        mac.update(struct.pack("<Q", len(part)))
+        mac.update(part)
+    return mac
+
+
+LENGTH = struct.Struct("<I")
+"""The first bytes of a frame: the number of bytes that follow."""
+_HEAD = struct.Struct("<BIH")
+"""Kind, number, and length of the name."""
+LEAST_BYTES = TAG_BYTES + _HEAD.size
+"""Length of a frame without name and payload."""
+
+
+class Frame(NamedTuple):
+    """One message on a connection."""
+
+    kind: int
+    number: int
+    name: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys that sign the frames that one end of a connection sends, and the frames that it receives."""
+
+    sending: bytes
+    receiving: bytes
+
+
+def payload_digest(payload: bytes) -> bytes:
+    """Return the digest that stands for a payload in the signature of its frame: SHA-256."""
+    return hashlib.sha256(payload).digest()
+
+
+class Connection:
+    """One end of a connection: a connected socket, which it owns and makes non-blocking, and the keys of the handshake.
+
+    Subclasses send and receive: `Channel` waits until a deadline, and the hub's `ControlConnection` never waits. `peer` is the
+    name of the other end for error messages.
+    """
+
+    most_bytes: ClassVar[int]
+    """Longest frame, checked before any memory is taken for it."""
+
+    def __init__(self, sock: socket.socket, keys: Keys, peer: str) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.keys = keys
+        self.peer = peer
+        self._sent = self._received = 0
+        """Number of frames sent, and number of frames received."""
+
+    @property
+    def part(self) -> str:
+        """Name of this end for error messages."""
+        return "control connection"
+
+    def fileno(self) -> int:
+        """Return the socket's file descriptor."""
+        return self.socket.fileno()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+    def hang_up(self) -> None:
+        """Tell the peer that nothing more will be sent. Threads that poll the socket here are not disturbed."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def _signed(self, frame: Frame, digest: bytes | None = None) -> bytes:
+        """Return the bytes to send before the payload of the next frame. `digest` is the payload's, if it is known.
+
+        Raises `ProtocolError` if the frame is too long.
+        """
+        name = frame.name.encode()
+        head = _HEAD.pack(frame.kind, frame.number, len(name)) + name
+        nbytes = TAG_BYTES + len(head) + len(frame.payload)
+        if nbytes > self.most_bytes:
+            raise self._broken(f"{frame.name or 'a message'}: {nbytes} bytes are too many for one frame.")
+        signature = tag(self.keys.sending, self._sent, head, digest or payload_digest(frame.payload))
+        self._sent += 1
+        return LENGTH.pack(nbytes) + signature + head
+
+    def _length(self, data: bytes | bytearray, offset: int = 0) -> int:
+        """Return how many bytes follow the length at `offset`. Raises `ProtocolError` when no frame is that long."""
+        (nbytes,) = LENGTH.unpack_from(data, offset)
+        if not LEAST_BYTES <= nbytes <= self.most_bytes:
+            raise self._broken(f"a frame of {nbytes} bytes arrived, which is too long or too short.")
+        return int(nbytes)
+
+    def _verified(self, data: bytes) -> Frame:
+        """Return the frame in `data`, the next frame without its length.
+
+        Raises `ProtocolError` when the frame is not signed with the key of this connection.
+        """
+        kind, number, length = _HEAD.unpack_from(data, TAG_BYTES)
+        end = LEAST_BYTES + length
+        head, payload = data[TAG_BYTES:end], data[end:]
+        expected = tag(self.keys.receiving, self._received, head, payload_digest(payload))
+        if not secrets.compare_digest(expected, data[:TAG_BYTES]):
+            raise self._broken("a frame arrived that was not signed with the key of this connection.")
+        self._received += 1
+        return Frame(kind, number, head[_HEAD.size :].decode(errors="replace"), payload)
+
+    def _broken(self, message: str) -> ProtocolError:
+        return ProtocolError(message, part=self.part, peer=self.peer)
+
+
+def decode_text(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in `text`, or None when it holds anything else."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):  # not JSON, or nested without end
+        return None
+    return message if isinstance(message, dict) else None
+
 
 Address = Mapping[str, Any]
 """JSON data by which peers reach a half or a link. Its maker chooses the keys; it is never pickled."""

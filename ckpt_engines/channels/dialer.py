@@ -11,9 +11,8 @@ from typing import Any
 from ..deadline import Deadline
 from ..errors import PeerLostError, ProtocolError, TransportError
 from ..runtime.lifecycle import Lifecycle
-from .channel import Channel
-from .connection import LENGTH, Keys
-from .handshake import Agreement, Challenge, Hello, configure, decode_text, encode_message, text_bytes
+from .channel import LENGTH, Channel, Keys, decode_text
+from .handshake import Agreement, Challenge, Hello, configure, encode_message, text_bytes
 from .socket_factory import SHARED_DIRECTORY_HINT
 
 _BACKLOG_PAUSE_S = 0.01

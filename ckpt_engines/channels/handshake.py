@@ -20,8 +20,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from .authentication import proof, proves
-from .connection import LENGTH, Keys
+from .channel import LENGTH, Keys, proof, proves
 
 MOST_BYTES = 4096
 """Longest message of a handshake, and so the most memory that an unauthenticated peer can make this process hold. A hello has a
@@ -115,15 +114,6 @@ def text_bytes(head: bytes | bytearray) -> int | None:
     """Return the length of a message's text, which `head`, its first bytes, states; None if it exceeds `MOST_BYTES`."""
     (length,) = LENGTH.unpack_from(head)
     return length if length <= MOST_BYTES else None
-
-
-def decode_text(text: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in `text`, or None when it holds anything else."""
-    try:
-        message = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, or nested without end
-        return None
-    return message if isinstance(message, dict) else None
 
 
 def configure(sock: socket.socket, silence_s: int) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import AddressInUseError, ConfigError
-from .channel import Address
-from .connection import LENGTH, Keys
-from .handshake import MOST_BYTES, Agreement, Challenge, Hello, configure, decode_text, encode_message, text_bytes
+from .channel import LENGTH, Address, Keys, decode_text
+from .handshake import MOST_BYTES, Agreement, Challenge, Hello, configure, encode_message, text_bytes
 from .io_loop import unwatch, watch
 
 _log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ import functools
 from pydantic import Field, create_model
 
 from ..contract.engine import CheckpointEngine
-from .fault_config import FaultyConfig
-from .faults import FaultyEngine
+from .faults import FaultyConfig, FaultyEngine
 from .faulty_links import FaultyReceiverLink, FaultySenderLink
 
 PREFIX = "faulty:"

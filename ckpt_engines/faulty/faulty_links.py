@@ -13,10 +13,8 @@ from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology
 from ..deadline import Deadline
 from ..errors import StorageError
-from ..links.receiver_link import ReceiverLink
-from ..links.sender_link import SenderLink
-from .fault_config import RECEIVER_KINDS, SENDER_KINDS, FaultKind
-from .faults import HINT, Faults, FaultyEngine
+from ..links.sides import ReceiverLink, SenderLink
+from .faults import HINT, RECEIVER_KINDS, SENDER_KINDS, FaultKind, Faults, FaultyEngine
 
 _LOST = "the connection was lost"
 

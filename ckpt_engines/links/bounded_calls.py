@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ..deadline import Deadline
-from ..runtime.daemon_threads import DaemonThreads
-from .receiver_link import ReceiverLink
-from .sender_link import SenderLink
+from ..runtime.threads import DaemonThreads
+from .sides import ReceiverLink, SenderLink
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

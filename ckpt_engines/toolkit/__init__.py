@@ -6,9 +6,8 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 
 - `PairedEngine` is a complete engine except for two functions that move one bucket: the shortest start for your own engine.
 - `PairedSender` and `PairedReceiver` are its halves, for an engine whose halves keep state between two buckets.
-- `PostingHalf` is the base of both: a `Lifecycle`, the channels, and `PostedCalls`.
+- `PostingHalf` is the base of both: a `Lifecycle`, the channels, and the posted buckets, which `flush` moves in order.
 - `Lifecycle` lets any thread close a half while another thread is blocked in it.
-- `PostedCalls` moves posted buckets one after the other, in `flush`.
 - `TcpSocketFactory` and `LocalSocketFactory` choose the sockets of halves (`CheckpointEngine.socket_factory`).
 - `announce`, `expect`, `acknowledge` and `await_acknowledgements` exchange messages about one bucket over the channels, for
   transports whose sides need them: where the bucket lies, or that it was read. `refuse` rejects an announced bucket.
@@ -38,8 +37,7 @@ from .bucket_messages import (
     send_payload,
 )
 from .engine_memory import EngineMemory
-from .halves import PostedCalls, PostingHalf
-from .paired import PairedEngine, PairedReceiver, PairedSender
+from .halves import PairedEngine, PairedReceiver, PairedSender, PostingHalf
 from .waiting import poll_until, run_bounded
 
 __all__ = [
@@ -51,7 +49,6 @@ __all__ = [
     "PairedEngine",
     "PairedReceiver",
     "PairedSender",
-    "PostedCalls",
     "PostingHalf",
     "SocketFactory",
     "TcpSocketFactory",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..deadline import Deadline
-from ..runtime.daemon_threads import call_in_thread
 from ..runtime.lifecycle import Lifecycle
+from ..runtime.threads import call_in_thread
 
 _T = TypeVar("_T")
 _PAUSE_S = 0.001

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.runtime.daemon_threads import within
+from weightlane.ckpt_engines.runtime.threads import within
 
 from ..extras import COMMANDS, Library, extras_of_users, how_to_install_extra, library_of, listed_by, members
 

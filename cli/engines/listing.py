@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError, registry
 from weightlane.ckpt_engines.registered_class import registered_names
-from weightlane.ckpt_engines.runtime.daemon_threads import within
+from weightlane.ckpt_engines.runtime.threads import within
 
 from ..extras import how_to_install, library_of
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
-from weightlane.ckpt_engines.runtime.daemon_threads import within
+from weightlane.ckpt_engines.runtime.threads import within
 from weightlane.plugins import RunHooks, make_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV, reported_in
 from weightlane.plugins.profiler import PROFILE_ENV

@@ -18,9 +18,8 @@ from weightlane.ckpt_engines import (
     Topology,
 )
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, address_of, close_all
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
+from weightlane.ckpt_engines.links.sides import make_receiver_link, make_sender_link
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ..plan.links import PlannedLink
 from ..plan.session_plan import SessionPlan

@@ -22,7 +22,7 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
     error_from_wire,
 )
-from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
+from weightlane.ckpt_engines.runtime.threads import close_at_exit, start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
 from ..plan.session_plan import SessionPlan
@@ -179,6 +179,13 @@ class Participant(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def wait(self, version: int, timeout_s: float) -> None:
+        """Block until `version` serves; an engine that stores versions may still be storing it then.
+
+        Raises `SyncAbortedError` with the same reason on every participant.
+        """
+        self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def close(self) -> None:
         """Leave the run, close the links and end the threads. Idempotent, never raises."""

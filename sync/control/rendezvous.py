@@ -19,16 +19,14 @@ from typing import Any
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
-from weightlane.ckpt_engines.channels.authentication import derive_key, new_secret
-from weightlane.ckpt_engines.channels.connection import Frame
+from weightlane.ckpt_engines.channels.channel import Frame, derive_key, new_secret
 from weightlane.ckpt_engines.channels.dialer import dial
 from weightlane.ckpt_engines.channels.handshake import Hello
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import join_store
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import join_store
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 from ..config import SILENCE_S
-from .hub.client import HubClient, Item, PendingReply
-from .hub.connection import ControlConnection
+from .hub.connection import ControlConnection, HubClient, Item, PendingReply
 from .hub.hub import ControlHub, Member
 from .messages import COORDINATOR, Kind, Message, Stop, decode, encode, from_bytes, to_bytes
 

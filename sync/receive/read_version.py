@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline, StagingMemoryError, StorageError
-from weightlane.ckpt_engines.engines.filesystem.stored_version import StoredVersion
+from weightlane.ckpt_engines.engines.filesystem.versions import StoredVersion
 
 from ..version.bucket_checksums import CHECKSUMS_FILE, checksums_of_document, verify
 from ..version.manifest import Manifest

@@ -14,16 +14,15 @@ import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline, ReceiverLink
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, runtime_of
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from weightlane.plugins import RunHooks
 
 from ..codecs.delta.staged_delta import DeltaDecoding, IncomingDelta, StagedDelta
 from ..version.bucket_checksums import checksum_of, checksum_of_bucket, compare, verify
 from ..version.manifest import Manifest
 from .live_stream import LiveStream
-from .receive_session import ExpectedBucket, ReceiveSession, Source
-from .relay import Relay
+from .receive_session import ExpectedBucket, ReceiveSession, Relay, Source
 from .staged_version import ViewedVersion, new_receive_memory
 from .staging import LiveIdentity, Staging
 

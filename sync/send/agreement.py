@@ -26,7 +26,7 @@ import torch
 from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError, ProtocolError, WeightlaneError
 
 from ..codecs.codec_choice import RankChange
-from ..control.hub.client import PendingReply
+from ..control.hub.connection import PendingReply
 from ..control.hub.hub import gathered
 from ..control.messages import from_bytes
 from ..control.rendezvous import Mailbox

@@ -28,8 +28,8 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     translated,
 )
 from weightlane.ckpt_engines.links.bounded_calls import result_of, start_call
-from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.ckpt_engines.runtime.devices import runtime_of
+from weightlane.ckpt_engines.runtime.threads import start_thread
 
 from ..control.rendezvous import Rendezvous
 from ..version.manifest import Manifest

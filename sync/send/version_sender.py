@@ -28,8 +28,7 @@ from .agreement import (
     magnitudes_to_plain,
 )
 from .publication import Publication, PublicationQueue
-from .send_session import SendSession
-from .sending_rank import SendingRank
+from .send_session import SendingRank, SendSession
 from .snapshot.send_memory import SnapshotSlot
 from .snapshot.snapshot import SourceBytes
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError, as_weightlane_error
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0

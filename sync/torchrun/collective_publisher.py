@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, ReplicaTakenError, WeightlaneError
-from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
+from weightlane.ckpt_engines.runtime.threads import close_at_exit
 
 from ..config import SyncConfig
 from ..control.coordinator.report import Outcome, SyncReport

@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.ckpt_engines.links.bounded_calls import result_of
-from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
+from weightlane.ckpt_engines.runtime.threads import close_at_exit, start_thread
 
 from ..config import SyncConfig
 from ..control.coordinator.coordinator import Coordinator

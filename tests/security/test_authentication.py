@@ -12,7 +12,7 @@ import pytest
 from sessions import Session
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
-from weightlane.ckpt_engines.channels.authentication import derive_key, new_secret, proof, tag
+from weightlane.ckpt_engines.channels.channel import derive_key, new_secret, proof, tag
 from weightlane.ckpt_engines.conformance.processes.network import listeners
 from weightlane.sync import Rendezvous
 

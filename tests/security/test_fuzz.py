@@ -15,7 +15,7 @@ from hypothesis import given
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ProtocolError, StagingMemoryError, WeightlaneError, error_from_wire
-from weightlane.ckpt_engines.channels.authentication import proves
+from weightlane.ckpt_engines.channels.channel import proves
 from weightlane.ckpt_engines.channels.socket_factory import host_and_port, socket_name
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.rollout.commit.remote_failure import failure_from_text

@@ -25,8 +25,7 @@ from sessions import KEYS, descriptors, signed, soon, wait_until_closed
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import Bucket, ProtocolError, Topology, WeightlaneError
-from weightlane.ckpt_engines.channels.channel import Channel
-from weightlane.ckpt_engines.channels.connection import Frame, Keys
+from weightlane.ckpt_engines.channels.channel import Channel, Frame, Keys
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from weightlane.ckpt_engines.toolkit.bucket_messages import expect

@@ -22,8 +22,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.links.sides import make_receiver_link, make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.trainer.engines.hf.model_dir import weight_headers

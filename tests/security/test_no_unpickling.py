@@ -20,7 +20,7 @@ from sessions import Session, frame, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
-from weightlane.ckpt_engines.channels.connection import Frame
+from weightlane.ckpt_engines.channels.channel import Frame
 from weightlane.sync import Rendezvous
 from weightlane.sync.control.messages import Kind, Stop
 

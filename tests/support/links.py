@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome
 from weightlane.ckpt_engines.channels.socket_factory import TcpSocketFactory
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
+from weightlane.ckpt_engines.links.sides import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 

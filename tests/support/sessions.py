@@ -14,10 +14,8 @@ import torch
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
-from weightlane.ckpt_engines.channels.authentication import tag
-from weightlane.ckpt_engines.channels.connection import Keys
-from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
-from weightlane.ckpt_engines.links.sender_link import SenderLink, make_sender_link
+from weightlane.ckpt_engines.channels.channel import Keys, tag
+from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink, make_receiver_link, make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 

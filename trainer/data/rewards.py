@@ -18,7 +18,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from weightlane.ckpt_engines import RewardError
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ..config import RewardConfig
 from .named_function import function_named

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError, WeightlaneError
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
 from weightlane.ckpt_engines.runtime.process_memory import MemoryUse, memory_use
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of

@@ -28,8 +28,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import connect_gloo
 from weightlane.ckpt_engines.engines.torch_distributed.interfaces import interface_towards
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store, join_store, translate
 
 # torch 2.13 renamed both; those of old warn there.
 _ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -23,15 +23,14 @@ from ...contract.bucket import Bucket
 from ...contract.capabilities import Delivery
 from ...contract.engine import CheckpointEngine, Topology
 from ...deadline import Deadline
-from ...links.receiver_link import ReceiverLink, make_receiver_link
-from ...links.sender_link import SenderLink, make_sender_link
+from ...links.sides import ReceiverLink, SenderLink, make_receiver_link, make_sender_link
 from ...runtime.devices import device_count, numbered_device, runtime_of
 from ...runtime.json_socket import JsonSocket
 from . import leftovers
 from .errors_as_json import error_to_json
+from .leftovers import UnpicklingCounter
 from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload, version_files
 from .resolve import create_engine
-from .unpickling import UnpicklingCounter
 
 _COMMIT_DOCUMENT = "checksums.json"
 

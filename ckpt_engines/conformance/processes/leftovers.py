@@ -1,9 +1,12 @@
-"""Counts of this process's resources, which must not grow. Read from ``/proc``: Linux only."""
+"""Counts of this process's resources, which must not grow, and of how often it unpickles. Read from ``/proc``: Linux only."""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .network import TCP_LISTEN, descriptor_targets, socket_rows
 
@@ -39,3 +42,26 @@ def _children(task: Path) -> list[str]:
     with contextlib.suppress(OSError):  # the thread has ended
         return (task / "children").read_text(encoding="ascii").split()
     return []
+
+
+class UnpicklingCounter:
+    """Replaces `pickle.load`, `pickle.loads` and `pickle.Unpickler` when it is constructed, and counts loads in `count`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        counter = self
+
+        class CountedUnpickler(pickle.Unpickler):
+            def load(self) -> Any:
+                counter.count += 1
+                return super().load()
+
+        pickle.load, pickle.loads = self._counted(pickle.load), self._counted(pickle.loads)
+        pickle.Unpickler = CountedUnpickler  # type: ignore[misc]
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            return function(*arguments, **options)
+
+        return wrapper

@@ -58,7 +58,7 @@ class FilesystemReceiver(PostingHalf, WeightReceiver):
         with self._life.call():
             if sender not in self._directories:
                 raise ProtocolError(f"not connected to {sender}.", part=self._life.part)
-            self._posted.post(lambda deadline: self._read(bucket, sender, Guard(self._life, deadline, sender)))
+            self._posted.append(lambda deadline: self._read(bucket, sender, Guard(self._life, deadline, sender)))
 
     def _read(self, bucket: Bucket, sender: str, guard: Guard) -> None:
         directory = version_directory(self._directories[sender], bucket.version)

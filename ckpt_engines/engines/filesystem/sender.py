@@ -14,6 +14,7 @@ from ...contract.storing import StoringSender, VersionFiles
 from ...deadline import Deadline
 from ...errors import DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
 from ...toolkit.halves import PostingHalf
+from .bucket_files import PartialFile, byte_view
 from .config import FilesystemConfig
 from .file_names import (
     COMMITTED,
@@ -28,8 +29,6 @@ from .file_names import (
     version_directory,
 )
 from .guard import Guard, standalone_guard
-from .partial_file import PartialFile
-from .payload_file import byte_view
 from .process_identity import process_identity
 from .store_directory import StoreDirectory
 from .versions import committed_versions, kept_and_dropped, remove_leftovers, remove_sender, remove_version
@@ -117,7 +116,7 @@ class FilesystemSender(PostingHalf, StoringSender):
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:  # noqa: ARG002
         """Note the bucket; `flush` writes its file."""
         with self._life.call():
-            self._posted.post(lambda deadline: self._write(bucket, self._guard(deadline)))
+            self._posted.append(lambda deadline: self._write(bucket, self._guard(deadline)))
 
     def _write(self, bucket: Bucket, guard: Guard) -> None:
         version = self._versions.setdefault(bucket.version, _Version(None))

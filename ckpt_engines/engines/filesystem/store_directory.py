@@ -18,9 +18,8 @@ import fsspec
 
 from ...deadline import Deadline
 from ...errors import ConfigError, StorageError, WeightlaneError
+from .bucket_files import LocalPartialFile, PartialFile, RemotePartialFile, read_local_payload, read_remote_payload
 from .guard import Guard, standalone_guard
-from .partial_file import LocalPartialFile, PartialFile, RemotePartialFile
-from .payload_file import read_local_payload, read_remote_payload
 
 _T = TypeVar("_T")
 _LOCAL = frozenset({"file", "local"})

@@ -1,15 +1,22 @@
-"""Versions in a store directory: reading buckets, finding committed versions, which of them stay, removing the others."""
+"""Versions in a store directory: reading buckets, finding committed versions, which of them stay, removing the others.
+
+`StoredVersion` reads a version that the engine has committed, outside of any session.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ...contract.bucket import Bucket
+from ...deadline import Deadline
 from ...errors import ProtocolError, StorageError
+from .bucket_files import byte_view
 from .file_names import (
     COMMITTED,
+    DOCUMENT,
     SENDER,
     SENDER_FILE,
     SESSION,
@@ -20,8 +27,7 @@ from .file_names import (
     parse_sender,
     payload_name,
 )
-from .guard import Guard
-from .payload_file import byte_view
+from .guard import Guard, standalone_guard
 from .process_identity import is_dead
 from .store_directory import StoreDirectory
 
@@ -115,3 +121,68 @@ def _remove_empty(store: StoreDirectory, sender_directory: str, guard: Guard) ->
     for directory in (sender_directory, sender_directory.partition("/")[0]):
         with contextlib.suppress(StorageError):
             store.remove_if_empty(directory, guard)
+
+
+_PART = "stored version"
+_FIRST_SENDER = "any-session/sender-0"
+
+
+class StoredVersion:
+    """A committed version in the directory or at the fsspec URL that is a ``filesystem`` engine's ``path``.
+
+    The version stays readable while the engine keeps it (``keep_versions``).
+    """
+
+    def __init__(self, store: StoreDirectory, entry: CommittedVersion) -> None:
+        self._store = store
+        self._entry = entry
+
+    @classmethod
+    def newest(cls, path: str, storage_options: Mapping[str, Any] | None, deadline: Deadline) -> StoredVersion:
+        """Return the newest committed version.
+
+        Raises `StorageError` when nothing is committed there, `ProtocolError`, `ConfigError` or `DeadlineExceededError`.
+        """
+        store = StoreDirectory(path, storage_options)
+        with standalone_guard(_PART, deadline) as guard:
+            committed = committed_versions(store, _FIRST_SENDER, guard)
+        if not committed:
+            raise StorageError(
+                f"no version has been committed at {path}.",
+                part=_PART,
+                hint="Give the path of the checkpoint engine's options, and wait until a version serves.",
+            )
+        return cls(store, committed[0])
+
+    @property
+    def version(self) -> int:
+        """The version's number."""
+        return self._entry.version
+
+    @property
+    def location(self) -> str:
+        """The version's directory in its file system. No other publication uses the same one."""
+        return self._store.full(self._entry.directory)
+
+    def document(self, name: str, deadline: Deadline) -> str:
+        """Text of one of the version's documents. Raises `StorageError` when it is missing."""
+        if not DOCUMENT.fullmatch(name):
+            raise ProtocolError(f"{name!r} is not the name of a document.", part=_PART)
+        with standalone_guard(_PART, deadline) as guard:
+            text = self._store.read_text(f"{self._entry.directory}/{name}", guard)
+        if text is None:
+            raise self._missing(name)
+        return text
+
+    def read(self, bucket: Bucket, deadline: Deadline) -> None:
+        """Fill `bucket`. Raises `StorageError` when its file is missing, `ProtocolError` when the file has another size."""
+        with standalone_guard(_PART, deadline) as guard:
+            if not read_bucket(self._store, self._entry.directory, bucket, guard):
+                raise self._missing(payload_name(bucket))
+
+    def _missing(self, name: str) -> StorageError:
+        return StorageError(
+            f"{self.location}/{name} is missing.",
+            part=_PART,
+            hint="The version may have been removed meanwhile (checkpoint_engine.options.keep_versions).",
+        )

@@ -23,7 +23,7 @@ from ...channels.channel import Address, Channel
 from ...errors import ProtocolError, StorageError, TransportError
 from ...runtime.devices import CudaRuntime, runtime_of
 from .cuda_driver import HANDLE_BYTES, CudaDriver, cuda_driver
-from .segment_base import Segment, SegmentKind, SegmentMapping, close_descriptors, duplicate_sockets
+from .segments import Segment, SegmentKind, SegmentMapping, close_descriptors, duplicate_sockets
 
 _PART = "CUDA memory"
 _OTHER_ENGINES = "Set checkpoint_engine.backend to nccl, or gloo."

@@ -17,7 +17,7 @@ import torch
 from ...errors import ProtocolError, StorageError
 from ...runtime.devices import HOST, runtime_of
 from ...runtime.process_memory import available_memory_bytes
-from .segment_base import Segment, SegmentKind, SegmentMapping, close_descriptors
+from .segments import Segment, SegmentKind, SegmentMapping, close_descriptors
 
 _PART = "shared memory"
 _F_SEAL_FUTURE_WRITE = 0x10

@@ -23,7 +23,7 @@ from ...errors import ProtocolError, TransportError
 from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
 from ...toolkit.halves import ConnectedHalf
 from ...toolkit.waiting import poll_until
-from .segment_base import SegmentKind, SegmentMapping, duplicate_sockets
+from .segments import SegmentKind, SegmentMapping, duplicate_sockets
 
 _LAST_COPY_WAIT_S = 1.0
 """Longest time, in seconds, that running copies may delay the closing of a half."""

@@ -11,8 +11,7 @@ from ...channels.socket_factory import LocalSocketFactory, SocketFactory, check_
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
 from ...errors import ProtocolError
 from .receiver import SegmentReceiver
-from .segment_arena import SegmentArena
-from .segment_base import SegmentKind
+from .segments import SegmentArena, SegmentKind
 from .sender import SegmentSender
 
 

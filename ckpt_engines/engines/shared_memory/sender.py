@@ -18,8 +18,7 @@ from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...toolkit.bucket_messages import announce, checked_answer, choose
 from ...toolkit.halves import ConnectedHalf
-from .segment_arena import SegmentArena
-from .segment_base import Segment, SegmentKind
+from .segments import Segment, SegmentArena, SegmentKind
 
 _NO_SEGMENT = -1
 """Number of the segment in the announcement of an empty bucket."""

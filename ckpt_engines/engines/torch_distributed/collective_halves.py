@@ -38,8 +38,7 @@ from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...toolkit.waiting import poll_until
 from .device_group import DeviceGroup, DeviceTransfer, Operation, close_groups, open_device_group
-from .group_engine import GroupEngine, TorchDistributedConfig
-from .group_half import GroupHalf
+from .group_engine import GroupEngine, GroupHalf, TorchDistributedConfig
 from .process_group import BackendName
 
 

@@ -23,8 +23,7 @@ from ...contract.engine import Topology, WeightReceiver, WeightSender
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle
-from .group_engine import GroupEngine, TorchDistributedConfig
-from .group_half import GroupHalf
+from .group_engine import GroupEngine, GroupHalf, TorchDistributedConfig
 from .process_group import (
     Group,
     abandon_gloo,

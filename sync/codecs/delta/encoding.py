@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import torch
 
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import usable_cpus
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest
 from ...version.manifest_message import DeltaSegment

@@ -19,16 +19,14 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     as_weightlane_error,
 )
-from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads, close_at_exit
 from weightlane.plugins import RunHooks, process_hooks
 
 from ...config import SyncConfig
 from ..messages import COORDINATOR, Abort, Committed, Lost
 from ..participant import checked_version
 from ..rendezvous import Rendezvous
-from .attempts import INTERRUPTED_S, Attempts
-from .commits import absent_error, commit_error
+from .attempts import INTERRUPTED_S, Attempts, absent_error, commit_error
 from .message_queue import MessageQueue
 from .replies import AttemptError
 from .report import FailedAttempt, Outcome, ReplicaReport, SyncReport

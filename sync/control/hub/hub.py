@@ -22,11 +22,11 @@ from itertools import chain
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import Deadline, as_weightlane_error
-from weightlane.ckpt_engines.channels.connection import Frame, Keys, payload_digest
+from weightlane.ckpt_engines.channels.channel import Frame, Keys, payload_digest
 from weightlane.ckpt_engines.channels.handshake import Hello
 from weightlane.ckpt_engines.channels.listener import Admission, Listener, listen_tcp
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store
-from weightlane.ckpt_engines.runtime.at_exit import start_thread
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store
+from weightlane.ckpt_engines.runtime.threads import start_thread
 
 from ..messages import COORDINATOR, Kind
 from .connection import CLOSED_BY_PEER, ControlConnection

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpus
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ...codecs.quantised import QuantisationReport
 from ...version.tensor_spec import LocalShard, raw_bytes

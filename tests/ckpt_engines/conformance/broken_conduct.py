@@ -43,8 +43,7 @@ from weightlane.ckpt_engines import (
     Topology,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
-from weightlane.ckpt_engines.links.receiver_link import ReceiverLink
-from weightlane.ckpt_engines.links.sender_link import SenderLink
+from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink
 
 # --- time ------------------------------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from weightlane.ckpt_engines import Bucket, Deadline, StoringSender, ViewableSen
 from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
 from weightlane.ckpt_engines.engines.shared_memory.shm import ShmEngine
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
-from weightlane.ckpt_engines.links.receiver_link import ReceiverLink
-from weightlane.ckpt_engines.links.sender_link import SenderLink
+from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink
 
 FOREVER_S = 3600.0
 SHARED_MEMORY_PREFIX = "broken-engine-"

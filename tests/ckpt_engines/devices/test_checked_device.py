@@ -41,8 +41,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
-from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
-from weightlane.ckpt_engines.links.sender_link import SenderLink, make_sender_link
+from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink, make_receiver_link, make_sender_link
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}

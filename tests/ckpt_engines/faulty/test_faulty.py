@@ -30,10 +30,9 @@ from weightlane.ckpt_engines import (
     Topology,
     VersionFiles,
 )
-from weightlane.ckpt_engines.faulty.fault_config import FaultKind
-from weightlane.ckpt_engines.faulty.faults import NO_BUCKET, FaultRecord
+from weightlane.ckpt_engines.faulty.faults import NO_BUCKET, FaultKind, FaultRecord
 from weightlane.ckpt_engines.faulty.faulty_links import FaultyReceiverLink, FaultySenderLink
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.links.sides import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 SIZE = 4096

@@ -28,8 +28,7 @@ from weightlane.ckpt_engines import (
     toolkit,
 )
 from weightlane.ckpt_engines.channels.channel import Channel
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.links.sides import make_receiver_link, make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 pytestmark = pytest.mark.usefixtures("small_heap")

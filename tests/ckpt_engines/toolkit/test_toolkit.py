@@ -23,7 +23,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     toolkit,
 )
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.links.sides import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 

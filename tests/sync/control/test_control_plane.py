@@ -18,8 +18,7 @@ from sessions import never, soon
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
-from weightlane.ckpt_engines.channels.authentication import new_secret
-from weightlane.ckpt_engines.channels.connection import Frame
+from weightlane.ckpt_engines.channels.channel import Frame, new_secret
 from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.messages import Abort, Committed, Kind
 from weightlane.sync.send.agreement import Interrupt, RankAgreement

@@ -14,7 +14,7 @@ from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import DeadlineExceededError, StagingMemoryError, UntouchedError
 from weightlane.sync import CommitReport, ReplicaState
-from weightlane.sync.control.coordinator.commits import Commits
+from weightlane.sync.control.coordinator.attempts import Commits
 
 IN_PLACE = {"commit": "in_place"}
 AT_ONCE = {"retries": 0}

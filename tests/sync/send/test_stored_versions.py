@@ -34,7 +34,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.ckpt_engines.engines.filesystem.sender import FilesystemSender
-from weightlane.ckpt_engines.engines.filesystem.stored_version import StoredVersion
+from weightlane.ckpt_engines.engines.filesystem.versions import StoredVersion
 from weightlane.sync import Manifest, TensorSpec, read_version
 from weightlane.sync.version.safetensors_files import manifest_of_document, version_files
 

@@ -27,8 +27,7 @@ from hop_run import Run, expected
 from recorded_faults import faults_in
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, QuarantinedError, SyncAbortedError, UntouchedError
-from weightlane.ckpt_engines.faulty.fault_config import FaultKind
-from weightlane.ckpt_engines.faulty.faults import NO_BUCKET, FaultRecord
+from weightlane.ckpt_engines.faulty.faults import NO_BUCKET, FaultKind, FaultRecord
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.ckpt_engines.conformance.processes import leftovers
 from weightlane.ckpt_engines.conformance.processes.errors_as_json import error_to_json
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import Placement, dtype_of
 

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig

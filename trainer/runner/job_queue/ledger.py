@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from weightlane.ckpt_engines import DeadlineExceededError, StorageError, WeightlaneError
-from weightlane.ckpt_engines.runtime.at_exit import start_thread
+from weightlane.ckpt_engines.runtime.threads import start_thread
 
 from .conditional_store import ConditionalStore, decode_json, encode_json
 

@@ -42,7 +42,7 @@ from weightlane.ckpt_engines import (
     VersionFiles,
 )
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
-from weightlane.ckpt_engines.engines.filesystem.partial_file import LocalPartialFile, RemotePartialFile
+from weightlane.ckpt_engines.engines.filesystem.bucket_files import LocalPartialFile, RemotePartialFile
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
             raise OSError(errno.ESTALE, "Stale file handle")
         return fstat(descriptor)
 
-    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.payload_file.os.fstat", sometimes_stale)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.bucket_files.os.fstat", sometimes_stale)
     assert torch.equal(received(receiver, 1, 0, 1000), content(1, 0, 1000))
     assert stale == [0]
 

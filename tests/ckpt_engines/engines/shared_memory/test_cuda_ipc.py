@@ -24,7 +24,7 @@ from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, Con
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.engines.shared_memory import receiver as _segment_receiver
 from weightlane.ckpt_engines.engines.shared_memory.cuda_segments import CudaSegmentKind
-from weightlane.ckpt_engines.engines.shared_memory.segment_base import Segment, SegmentMapping
+from weightlane.ckpt_engines.engines.shared_memory.segments import Segment, SegmentMapping
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 NO_GPU = CheckpointEngineRegistry().engine_class("cuda_ipc").unavailable_reason()

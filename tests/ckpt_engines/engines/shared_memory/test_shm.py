@@ -27,7 +27,7 @@ from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, Con
 from weightlane.ckpt_engines.conformance.processes import half_process
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.links.sides import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess, ForkServer
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket

@@ -32,7 +32,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import 
 from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup, open_device_group
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import nccl_blocking, open_process_group
-from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.links.sides import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, device_count, runtime_of
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 

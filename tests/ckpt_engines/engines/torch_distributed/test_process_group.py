@@ -30,11 +30,13 @@ from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import conne
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     Group,
     abandon_gloo,
+    host_store,
+    join_store,
     open_process_group,
+    reserve_port,
     start_broadcast,
     translate,
 )
-from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store, reserve_port
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ....data.named_function import function_named
 from ..contract import Environment, EnvironmentContext, EpisodeView, Message, Options, Reply, Verdict
