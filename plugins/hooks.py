@@ -83,6 +83,10 @@ class RunHooks:
         these ``groups_all_right`` and ``groups_all_wrong``, ``groups_refilled`` (replaced by others), ``completions_drawn``,
         ``successes_drawn`` (rewards above 0), ``reward_drawn`` (mean), ``overlong_completions`` (cut off at max_new_tokens).
 
+        With an environment, means of the step's episodes: ``turns``, ``read_between_turns`` (tokens), ``full`` and
+        ``out_of_turns`` (shares cut short), ``prefix_reuse`` (share of earlier turns' tokens found in the engine's cache), and
+        ``environment/NAME``.
+
         Since the start of the run: ``tokens_per_s`` (generated), ``dropped_groups``, ``failed_items``, ``length_ratio`` (mean
         length of trained completions over that of drawn ones), ``overlap_share``.
 
@@ -112,7 +116,7 @@ class RunHooks:
         """Optimizer step `step` was trained on completions; some of them are reported. Called by the driver.
 
         Facts: ``samples``, each with ``prompt``, ``completion`` (texts), ``reward`` and ``versions``: of every token, in order,
-        as pairs of a version and the number of tokens in a row that it generated.
+        as pairs of a version and the number of tokens in a row that it generated. Of episodes also ``turns`` and ``ended``.
         """
         self._call("samples_trained", step=step, facts=facts)
 
@@ -120,10 +124,11 @@ class RunHooks:
     def item_failed(self, kind: str, facts: Facts) -> None:
         """Samples or an optimizer step failed, and the run continues without them. Called by the driver.
 
-        `kind` is ``prompt`` (too long), ``request`` (not answered), ``reward`` (not judged) or ``step`` (the gradient is not
-        finite, and no parameter changed). Facts: ``error`` (its text), ``count`` (samples, or 1 for a step). Facts of samples:
-        ``task`` (the prompt), ``place`` (file and line), ``replica`` except for prompts, ``completion`` (the text) for rewards.
-        Facts of a step: ``step``, ``tasks`` (its prompts).
+        `kind` is ``prompt`` (too long), ``request`` (not answered), ``reward`` (not judged), ``environment`` (it failed) or
+        ``step`` (the gradient is not finite, and no parameter changed). Facts: ``error`` (its text), ``count`` (samples, or 1
+        for a step). Facts of samples: ``task`` (the prompt), ``place`` (file and line), ``replica`` where there is one,
+        ``completion`` (the text) for the rewards of single turns, ``turns`` (so far) for episodes. Facts of a step: ``step``,
+        ``tasks`` (its prompts).
         """
         self._call("item_failed", kind=kind, facts=facts)
 
@@ -204,7 +209,9 @@ class RunHooks:
 
     @hookspec
     def turn_ended(self, turn: str, facts: Facts) -> None:
-        """A `turn` on devices that trainers and rollouts share ended: ``generation``, ``training`` or ``sync``. By the driver.
+        """A `turn` on devices that trainers and rollouts share ended: ``generation``, ``training`` or ``sync``.
+
+        Called by the driver.
 
         Facts, by process: ``held_bytes`` (once it has freed what only this turn needs), ``peak_bytes`` (since the turn before).
         """

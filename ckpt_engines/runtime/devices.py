@@ -121,6 +121,13 @@ class DeviceRuntime:
         """Return how much of the device's memory is free; None for the CPU."""
         return int(self._module.mem_get_info(self.device)[0]) if self.has_streams else None
 
+    def memory_use(self) -> tuple[int, int]:
+        """Return how much of an accelerator's memory all processes hold, and the most that torch reserved since the last call."""
+        free, total = self._module.mem_get_info(self.device)
+        peak = int(self._module.max_memory_reserved(self.device))
+        self._module.reset_peak_memory_stats(self.device)
+        return total - free, peak
+
     def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> bool:  # noqa: ARG002
         """Pin host memory, so that copies from and to the device need no staging copy; return whether that was possible."""
         return False

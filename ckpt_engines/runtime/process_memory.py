@@ -16,23 +16,20 @@ _RESET_PEAK = "5"
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of one process: on its CUDA device, or else in the machine's memory."""
+    """Bytes of one process: on its accelerator, or else in the machine's memory."""
 
     held_bytes: int
-    """On a CUDA device the bytes that all processes together hold there."""
+    """On an accelerator the bytes that all processes together hold there."""
     peak_bytes: int
-    """Most since the call before; on a CUDA device of the bytes that torch had reserved in this process."""
+    """Most since the call before; on an accelerator of the bytes that torch had reserved in this process."""
 
 
 def memory_use(device: torch.device) -> MemoryUse:
     """Return this process's memory on `device`, and let the peak begin anew."""
-    if device.type == "cuda":
-        import torch  # noqa: PLC0415 - takes seconds, and this package is imported without it
+    if device.type != "cpu":
+        from .devices import runtime_of  # noqa: PLC0415 - imports torch, without which this module can be used
 
-        free, total = torch.cuda.mem_get_info(device)
-        peak = torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return MemoryUse(total - free, peak)
+        return MemoryUse(*runtime_of(device).memory_use())
     held, peak = _field(_STATUS, "VmRSS:", 1024) or 0, _field(_STATUS, "VmHWM:", 1024) or 0
     with contextlib.suppress(OSError):  # a kernel that refuses tells the peak of the whole life
         _RESET.write_text(_RESET_PEAK, encoding="ascii")

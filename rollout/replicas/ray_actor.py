@@ -47,7 +47,7 @@ class SharedDevices:
     node_id: str
     """Ray's id of their node."""
     gpus: str = ""
-    """As in ``CUDA_VISIBLE_DEVICES``, in the order of the replica's ranks; empty without GPUs."""
+    """The value of ``CUDA_VISIBLE_DEVICES``, in the order of the replica's ranks; empty without GPUs."""
 
     @property
     def environment(self) -> dict[str, str]:

@@ -119,7 +119,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         self._update: Mapping[str, Any] | None = None
         """The update that `finish_weight_update` makes. All ranks have one, or none."""
         self._kept: KeptTensors | None = None
-        """What a deep sleep on a GPU would lose, and no version has."""
+        """Tensors that a deep sleep on a GPU would lose, and no version has."""
 
     @property
     def has_update(self) -> bool:

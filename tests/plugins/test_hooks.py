@@ -22,6 +22,7 @@ ARGUMENTS: dict[str, Any] = {
     "rank": 1,
     "replica": "rollout-0",
     "kind": "step",
+    "turn": "training",
     "facts": {"a": 1},
 }
 

@@ -24,12 +24,12 @@ from ..objectives.config import AlgorithmConfig
 from .config import LoopConfig
 from .failures import STEP, Failures
 from .fleet import Fleet
+from .generation.evaluation import Evaluator
+from .generation.group_generator import Lengths
+from .generation.rollout_feeder import RolloutFeeder
 from .prompt_group import PromptGroup, episode_figures, staleness, to_batch, version_runs
 from .protocols import LoopParts, LoopState, Rollout
-from .rollout_feeder import RolloutFeeder
 from .sampling.curriculum import Curriculum
-from .sampling.evaluation import Evaluator
-from .sampling.generation import Lengths
 from .sampling.staleness_budget import StalenessBudget
 from .sampling.tally import SampleTally
 from .summary import OverlapClock, RunSummary

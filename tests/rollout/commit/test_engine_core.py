@@ -28,6 +28,7 @@ class Core:
         """A pause that waits for the step under way; None while there is none."""
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.model_executor = self
+        self.is_sleeping = False
         self.scheduler = SimpleNamespace(requests={}, running=[SimpleNamespace(num_computed_tokens=n) for n in (5, 2)])
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
         self.paused, self.updated = False, True

@@ -102,7 +102,7 @@ class World:
     aborts: list[int] = field(default_factory=list)
     """Versions that are aborted, as often as they stand here."""
     here: set[str] = field(default_factory=set)
-    """What of the trainers and the replicas is on the device, if they share one."""
+    """Parts of the trainers and the replicas that are on the device, if they share one."""
     together: set[frozenset[str]] = field(default_factory=set)
     """All that `here` has been."""
     turns: list[str] = field(default_factory=list)

@@ -12,6 +12,8 @@ from weightlane.ckpt_engines import Deadline, StorageError, WeightlaneError, err
 
 from ..jobs import Job
 
+LEASE_S = 30.0
+"""Time after which another worker takes over from one that does not answer: longer than a store's usual hiccups."""
 _PART = "jobs"
 
 

@@ -27,11 +27,9 @@ from weightlane.ckpt_engines import StorageError, WeightlaneError
 from ..job_codec import decode_job, decode_result, encode_job, encode_result
 from ..jobs import Job
 from .conditional_store import ConditionalStore, decode_json, encode_json
-from .contract import FailedJob, Finished, JobQueue, reason_of
+from .contract import LEASE_S, FailedJob, Finished, JobQueue, reason_of
 from .ledger import Ledger
 
-LEASE_S = 30.0
-"""Time after which another worker takes over from one that does not answer: longer than a store's usual hiccups."""
 _NAME = re.compile(r"\d{12}-[0-9a-f]{12}\.job")
 _EVENTS_BYTES = 32768
 """Size at which events get another object: it is written again with every event."""

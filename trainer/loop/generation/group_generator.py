@@ -24,8 +24,8 @@ from ..failures import Failures
 from ..fleet import Fleet
 from ..prompt_group import PromptGroup
 from ..protocols import Completion, EpisodePlayer, LoopParts, Played, Rollout, Trajectory, Turn
-from .overlong import EmptyGroups, overlong_places
-from .tally import SampleTally
+from ..sampling.overlong import EmptyGroups, overlong_places
+from ..sampling.tally import SampleTally
 
 FEWEST = 2
 """Completions that a group needs: their rewards are compared."""

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..data.tasks import Task, TaskStream
-from ..objectives.config import AlgorithmConfig
-from .failures import Failures
-from .fleet import Fleet
-from .prompt_group import PromptGroup
-from .protocols import LoopParts, Rollout
-from .sampling.generation import FEWEST, GroupGenerator
-from .sampling.request_room import RequestRoom
-from .sampling.staleness_budget import StalenessBudget
-from .summary import OverlapClock
+from ...data.tasks import Task, TaskStream
+from ...objectives.config import AlgorithmConfig
+from ..failures import Failures
+from ..fleet import Fleet
+from ..prompt_group import PromptGroup
+from ..protocols import LoopParts, Rollout
+from ..sampling.request_room import RequestRoom
+from ..sampling.staleness_budget import StalenessBudget
+from ..summary import OverlapClock
+from .group_generator import FEWEST, GroupGenerator
 
 GENERATION = "generation"
 """Name of the generating activity on the `OverlapClock`."""

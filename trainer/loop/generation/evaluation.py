@@ -11,8 +11,8 @@ from typing import Any
 from ...data.tasks import Task
 from ..config import LoopConfig
 from ..prompt_group import PromptGroup
-from ..rollout_feeder import RolloutFeeder
 from ..summary import ACCURACY
+from .rollout_feeder import RolloutFeeder
 
 _BESIDE_TRAINING = 16
 """Most concurrent requests of an evaluation during training, so that most capacity is left for training samples."""
