@@ -213,7 +213,7 @@ class RunHooks:
 
         Called by the driver.
 
-        Facts, by process: ``held_bytes`` (once it has freed what only this turn needs), ``peak_bytes`` (since the turn before).
+        Facts: by process, ``held_bytes`` (once it has freed what only this turn needs), ``peak_bytes`` (since the turn before).
         """
         self._call("turn_ended", turn=turn, facts=facts)
 

@@ -186,6 +186,12 @@ def _with_sleep(config: RunConfig) -> RunConfig:
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:
     """Check values that depend on several sections, and the engine's options by the engine's own config type."""
     check_sections(config, runs_here=runs_here)
+    if config.environment.name is None and config.environment != EnvironmentConfig():
+        raise ConfigError(
+            "[environment] has settings, and no name.",
+            part=_PART,
+            hint="Set environment.name, or leave the section out.",
+        )
     if config.environment.name and config.algorithm.overlong == "penalty":
         raise ConfigError(
             "algorithm.overlong = penalty is for completions of one turn, and episodes of an environment have several.",

@@ -110,8 +110,8 @@ def read_comparison(runs: Sequence[Path], *, live: bool = False) -> dict[str, An
         del record["read"]
         if names.count(record["name"]) > 1:
             record["name"] = str(run)
-        seconds = record["steps"][0]["time"] - record["steps"][0].get("seconds", 0.0) if record["steps"] else 0.0
-        record["began"] = seconds
+        times = [each["time"] for each in (*record["evaluations"], *record["steps"])]
+        record["began"] = min(times, default=0.0)
     keys = dict.fromkeys(key for record in records for key in record["settings"])
     differences = [
         {"name": key, "values": values}

@@ -53,7 +53,7 @@ class RunDisplay:
         """Print the accuracy, and whatever else was measured."""
         others = {measure_name(key): value for key, value in facts.items() if is_measure(key) and key != "accuracy"}
         told = "".join(f", {name} {value:.3f}" for name, value in others.items())
-        self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f}{told} ({facts['tasks']} tasks, greedy)")
+        self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f} (greedy, {facts['tasks']} tasks){told}")
 
     @hookimpl
     def run_started(self, facts: Mapping[str, Any]) -> None:

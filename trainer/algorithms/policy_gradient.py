@@ -10,7 +10,7 @@ from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.config import AlgorithmConfig
-from ..objectives.policy_values import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS
+from ..objectives.policy_values import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TRAINER_LOGPROBS
 from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import OBJECTIVE, POLICY, REFERENCE
 from .step import take_step
@@ -46,21 +46,23 @@ class PolicyGradient:
             ProtocolError: `mini_batches` are of another batch.
         """
         several = self._config.epochs > 1 or len(mini_batches) > 1
-        batch = await self._judged(batch, proximal=several and self._config.proximal == "trainer")
+        own = PROXIMAL_LOGPROBS if self._config.proximal == "trainer" else TRAINER_LOGPROBS
+        wanted = self._config.proximal == "trainer" or self._config.mismatch_mask != "none"
+        batch = await self._judged(batch, own=own if several and wanted else None)
         parts = batch.split(mini_batches) * self._config.epochs
         result = StepResult.of_batch([await self._update(part, denominators) for part, denominators in parts])
         if self._refresh is not None and self._refresh.is_due(result, len(parts)):
             await self._refresh.refresh(self._policy, self._dispatch[REFERENCE])
         return result
 
-    async def _judged(self, batch: TokenBatch, *, proximal: bool) -> TokenBatch:
+    async def _judged(self, batch: TokenBatch, *, own: str | None) -> TokenBatch:
         """Return the batch with what its losses read and the models say before the first step.
 
-        With `proximal`, that includes the policy's own log-probabilities. All roles are asked at once.
+        With `own`, that includes the policy's log-probabilities, under this name. All roles are asked at once.
         """
         asked = {REFERENCE_LOGPROBS: self._dispatch[REFERENCE]} if REFERENCE in self._dispatch else {}
-        if proximal:
-            asked[PROXIMAL_LOGPROBS] = self._policy
+        if own is not None:
+            asked[own] = self._policy
         answers = await asyncio.gather(*(role.forward(batch) for role in asked.values()))
         for name, outputs in zip(asked, answers, strict=True):
             batch = batch.with_values(name, [each["logprobs"] for each in outputs])

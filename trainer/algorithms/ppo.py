@@ -68,10 +68,10 @@ class Ppo(PolicyGradient):
             return result
         return replace(result, metrics={**result.metrics, f"{_CRITIC}explained_variance": explained})
 
-    async def _judged(self, batch: TokenBatch, *, proximal: bool) -> TokenBatch:
+    async def _judged(self, batch: TokenBatch, *, own: str | None) -> TokenBatch:
         # The policy is asked last: where roles take turns on a device, it is there for its step.
         valuing = self._critic.forward(batch, _VALUES)
-        judged, valued = await asyncio.gather(super()._judged(batch, proximal=proximal), valuing)
+        judged, valued = await asyncio.gather(super()._judged(batch, own=own), valuing)
         return with_advantages(judged, [outputs["values"] for outputs in valued], self._config)
 
     async def _update(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:

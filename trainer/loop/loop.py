@@ -96,7 +96,9 @@ class AsyncLoop:
         self._told = SampleTally()
         """Counts of drawn groups that were reported to observers."""
         self._first = self._saved = self._exported = self._step
-        self._evaluator = Evaluator(self._feeder, parts.heldout_tasks, config)
+        self._evaluator = Evaluator(
+            self._feeder, parts.heldout_tasks, config, most_requests=concurrency * len(parts.rollouts)
+        )
         self._evaluating: asyncio.Task[dict[str, Any] | None] | None = None
         self._evaluation_failed: asyncio.Future[None]
         """Completed only if an evaluation during training has failed, with its error."""
@@ -145,6 +147,8 @@ class AsyncLoop:
         raise _innermost(task.exception())
 
     async def _main(self) -> None:
+        if self._takes_turns and self._step >= self._config.steps:
+            await self._write_last()  # of a resumed run without a step that could do it
         await self._keeper.publish_blocking(self._step)
         self._summary.measured_before = await self._evaluate(self._step)
         self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
@@ -166,8 +170,6 @@ class AsyncLoop:
         for task in tasks:
             if not task.cancelled():
                 task.result()
-        if self._takes_turns:
-            await self._write_last()
         await self._keeper.drain(self._step)
         if not self._takes_turns:
             await self._write_last()
@@ -197,6 +199,8 @@ class AsyncLoop:
             masks = self._config.late_groups == "mask"
             oldest = self._step - self._config.max_staleness if masks else None
             batch, mini_batches = to_batch(groups, self._algorithm, oldest, self._parts.advantages)
+            if self._takes_turns and self._evaluating is not None:
+                await asyncio.wait([self._evaluating])  # the rollouts are about to sleep
             with self._clock.busy(TRAINING):
                 report = await self._parts.trainers.train_step(batch, mini_batches)
             if report.skipped:
@@ -212,8 +216,8 @@ class AsyncLoop:
             self._report_step(groups, report, waited)
             self._step += 1
             self._feeder.trained(groups)
-            if self._takes_turns and self._step < self._config.steps:
-                await self._write_due()  # while the state is on the device
+            if self._takes_turns:  # while the state is on the device
+                await (self._write_due() if self._step < self._config.steps else self._write_last())
             if self._is_due(self._config.evaluate_every):
                 self._begin_evaluation()
             if self._is_timed():

@@ -28,7 +28,9 @@ class PromptGroup:
     replica: str
     """Name of the replica that generated it."""
     overlong: Collection[int] = ()
-    """Places of those episodes whose last turn was cut off at ``algorithm.max_new_tokens``."""
+    """Places of those episodes whose last turn was cut off."""
+    dropped: Sequence[float] = ()
+    """Rewards of overlong episodes that were dropped from the group."""
 
     @property
     def completions(self) -> list[Trajectory]:
@@ -57,6 +59,7 @@ class PromptGroup:
             self,
             episodes=[self.episodes[place] for place in kept],
             overlong=(),
+            dropped=[self.rewards[place] for place in self.overlong],
         )
 
     def scored(self, algorithm: AlgorithmConfig) -> ScoredGroup:

@@ -83,6 +83,9 @@ class Objective:
                 part=_PART,
                 hint="weightlane.trainer.LossOutput holds the sums of a loss, and by what each is divided.",
             )
+        if counted is not micro:  # metrics are of all targets, by whose number they are divided
+            with torch.no_grad():
+                found = LossOutput(found.terms, self._loss(outputs, micro).metrics)
         whole = self._sum(found, gaps)
         for loss in self._added:
             whole = self._sum(whole, loss(outputs, micro))

@@ -15,6 +15,8 @@ ADVANTAGES = "advantages"
 """Per-token value: how much better than expected the target was."""
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """Per-token value, optional: log-probability of the target under the policy that the trust region is around."""
+TRAINER_LOGPROBS = "trainer_logprobs"
+"""Per-token value, optional: log-probability of the target under the policy before the first step on a batch of several steps."""
 REWARD = "reward"
 """Per-sequence value: the reward of the completion."""
 REFERENCE_LOGPROBS = "reference_logprobs"
@@ -57,9 +59,11 @@ def mismatched(logprobs: torch.Tensor, micro: MicroBatch, config: AlgorithmConfi
     """Return the targets that ``AlgorithmConfig.mismatch_mask`` leaves out of the loss: bool [N].
 
     Masked importance sampling by token, as in IcePop (arXiv 2510.18855, section 3.3), or by the geometric mean of a completion.
-    The trainer's log-probabilities are those of `PROXIMAL_LOGPROBS`, or else `logprobs`, float32 [N].
+    The trainer's log-probabilities are those of `PROXIMAL_LOGPROBS` or `TRAINER_LOGPROBS`, or else, where a batch takes one step,
+    `logprobs`, float32 [N].
     """
-    trainer = micro.per_token.get(PROXIMAL_LOGPROBS, logprobs.detach())
+    known = (micro.per_token[name] for name in (PROXIMAL_LOGPROBS, TRAINER_LOGPROBS) if name in micro.per_token)
+    trainer = next(known, logprobs.detach())
     log_ratio = torch.where(micro.mask, trainer - micro.required(ROLLOUT_LOGPROBS), 0.0)
     if config.mismatch_mask == "sequence":
         targets = micro.sum_by_sequence(micro.mask.float()).clamp(min=1.0)

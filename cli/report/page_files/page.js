@@ -231,7 +231,7 @@ function samples(parent) {
     found.replaceChildren();
     table(found, "Samples found", rows.slice(0, SAMPLE_ROWS), [
       ["step", (row) => row.step], ["reward", (row) => row.reward], ["prompt", (row) => row.prompt], ["completion", (row) => row.completion],
-      ["versions (tokens)", (row) => (row.versions || []).map(([version, tokens]) => `${version} (${tokens})`).join(", ")],
+      ["versions (tokens)", (row) => (row.versions || []).map((each) => (Array.isArray(each) ? `${each[0]} (${each[1]})` : each)).join(", ")],
     ], "");
     said.textContent = `${rows.length} of ${record.samples.length} samples` + (rows.length > SAMPLE_ROWS ? `, the newest ${SAMPLE_ROWS} of them shown` : ", newest first");
   }

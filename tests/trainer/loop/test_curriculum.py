@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from loop_world import ALGORITHM, LiveRollout, World, first_is_better, group_of, run
@@ -47,6 +47,8 @@ def test_every_task_is_drawn_once_and_then_by_the_success_rate_of_its_latest_gro
     counts = Counter(task.answer for task in stream.take(6000))
     assert counts[1] / counts[3] == pytest.approx(0.1 / 0.75, rel=0.25), "what it was before no longer counts"
     assert stream.mean_rate == pytest.approx((0.0 + 1.0 + 1.0 + 0.25) / 4)
+    stream.judged(TASKS[4], [])
+    assert stream.mean_rate == pytest.approx((0.0 + 1.0 + 1.0 + 0.25 + 0.0) / 5), "none could be judged: none succeeds"
 
 
 def test_a_curriculum_continues_from_its_state_with_the_same_tasks() -> None:
@@ -123,6 +125,17 @@ def test_tasks_have_groups_of_their_own_size_and_share_the_requests_of_a_replica
     assert 5 < replica.most <= 10
     assert summary.drawn.completions_drawn == sum(replica.counts.values())
     assert Task.from_plain(json.loads(json.dumps(tasks[3].to_plain()))).group_size == 9
+
+
+def test_one_small_group_among_large_ones_leaves_no_replica_idle() -> None:
+    tasks = [Task(f"task {number}", "", group_size=2 if number == 7 else 10) for number in range(32)]
+    world = World()
+    for name in ("rollout-0", "rollout-1"):
+        world.add(Counting(world, name))
+    settings = {"heldout": {}, "concurrency": 20, "max_staleness": 0, "event_loop": SimulatedTimeLoop, "steps": 8}
+    run(world, first_is_better, tasks=tasks, algorithm=ALGORITHM.model_copy(update={"prompts_per_step": 4}), **settings)
+    served = [len(cast("Counting", each).counts) for each in world.replicas.values()]
+    assert min(served) >= 14, served
 
 
 def test_a_batch_of_groups_of_different_sizes_counts_every_token_and_completion_once() -> None:

@@ -183,6 +183,17 @@ def test_metrics_of_a_policys_loss_are_those_of_its_ratio() -> None:
         )
 
 
+def test_metrics_are_of_all_targets_also_where_some_are_left_out_of_the_loss() -> None:
+    micro = MicroBatch.of([completion(2, rollout_logprobs=[-2.0, -9.0], advantages=1.0)])
+    logprobs = at_targets(micro, [-2.1, -2.0]).float()
+    plain, masked = (
+        Objective(AlgorithmConfig(mismatch_mask=mask))(ModelOutputs(logprobs), micro).metrics
+        for mask in ("none", "token")
+    )
+    assert float(masked.pop("mismatch_masked")) == 1.0
+    assert masked == plain
+
+
 def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero() -> None:
     """So that a rank without a sequence adds up the same numbers as the others."""
     values = dict.fromkeys(("rollout_logprobs", "advantages", "reference_logprobs", "returns", "old_values"), -1.0)

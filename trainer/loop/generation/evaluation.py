@@ -19,10 +19,15 @@ _BESIDE_TRAINING = 16
 
 
 class Evaluator:
-    """Has the replicas answer the held-out tasks, a set at a time under its name; a single set may have the name ``""``."""
+    """Has the replicas answer the held-out tasks, each set of them under its name; a single set may have the name ``""``.
 
-    def __init__(self, feeder: RolloutFeeder, sets: Mapping[str, Sequence[Task]], config: LoopConfig) -> None:
-        self._feeder, self._config = feeder, config
+    `most_requests` are in flight at once where nothing else is.
+    """
+
+    def __init__(
+        self, feeder: RolloutFeeder, sets: Mapping[str, Sequence[Task]], config: LoopConfig, *, most_requests: int
+    ) -> None:
+        self._feeder, self._config, self._most_requests = feeder, config, most_requests
         self._sets = {name: tasks[: config.evaluate_tasks] for name, tasks in sets.items() if tasks}
 
     async def measure(self, version: int | None = None) -> dict[str, Any] | None:
@@ -34,13 +39,15 @@ class Evaluator:
         started = time.perf_counter()
         tasks = [(name, task) for name, tasks in self._sets.items() for task in tasks]
         samples = self._config.evaluate_samples
-        at_once = len(tasks) if version is not None else max(1, _BESIDE_TRAINING // max(1, samples))
-        free = asyncio.Semaphore(at_once)
+        most = self._most_requests if version is not None else _BESIDE_TRAINING
+        free = asyncio.Semaphore(max(1, most // (1 + samples)))
 
         async def answer(turn: int, task: Task) -> tuple[PromptGroup, PromptGroup | None]:
             async with free:
-                greedy = await self._feeder.answer(task, turn, version)
-                return greedy, await self._feeder.answer(task, turn, version, samples=samples) if samples else None
+                greedy = self._feeder.answer(task, turn, version)
+                if not samples:
+                    return await greedy, None
+                return await asyncio.gather(greedy, self._feeder.answer(task, turn, version, samples=samples))
 
         answers = await asyncio.gather(*(answer(turn, task) for turn, (_, task) in enumerate(tasks)))
         by_set: dict[str, list[tuple[PromptGroup, PromptGroup | None]]] = {name: [] for name in self._sets}

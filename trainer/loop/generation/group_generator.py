@@ -109,8 +109,12 @@ class GroupGenerator:
 
     def _group(self, task: Task, episodes: Sequence[Played], rollout: Rollout, *, trained: bool) -> PromptGroup:
         """Make a group, if it is for training without overlong completions where these are dropped."""
-        last = [each.trajectory.turns[-1].completion for each in episodes]
-        overlong = overlong_places(last, self._parts.stop_token_ids, self._algorithm.max_new_tokens)
+        overlong = overlong_places(
+            [each.trajectory for each in episodes],
+            self._parts.stop_token_ids,
+            self._algorithm.max_new_tokens,
+            self._parts.max_model_len,
+        )
         group = PromptGroup(task, episodes, rollout.name, overlong)
         return self._without_overlong(group) if trained and self._algorithm.overlong == "drop" else group
 
@@ -119,8 +123,8 @@ class GroupGenerator:
         for place in group.overlong:
             self.drawn.lose(len(group.completions[place].token_ids))
         self.tally.overlong_completions += len(group.overlong)
-        self.tally.add_rewards([group.rewards[place] for place in group.overlong])
         left = group.without_overlong()
+        self.tally.add_rewards(left.dropped)
         enough = len(left.completions) >= FEWEST or not group.overlong
         self._empty_groups.left(enough, self._algorithm.max_new_tokens)
         return left
@@ -157,8 +161,9 @@ class GroupGenerator:
             async with asyncio.TaskGroup() as playing:
                 tasks = [playing.create_task(one()) for _ in range(count)]
         except ExceptionGroup as errors:
-            first = errors.exceptions[0]
-            if isinstance(first, WeightlaneError) and not isinstance(first, TooManyFailuresError):
+            ends = [error for error in errors.exceptions if isinstance(error, TooManyFailuresError)]
+            first = (*ends, *errors.exceptions)[0]
+            if isinstance(first, WeightlaneError) and not ends:
                 return None  # it is excused
             raise first from None
         if trained and not fleet.serves(rollout):

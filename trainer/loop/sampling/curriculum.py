@@ -18,8 +18,8 @@ class Curriculum(TaskStream[Task]):
     """Every task once, in shuffled order; then, for ever, tasks drawn with weights by the success rates of their latest groups.
 
     The weight is ``max(0.1, 4 p (1 - p))`` for a success rate p, and 1 as long as there is none. A completion succeeds if its
-    reward is above 0. The same seed and the same rates at every draw give the same stream; in a run, rates depend on which
-    groups have ended. Tasks with the same prompt share a rate.
+    reward is above 0; a group of which none could be judged counts as one without success. The same seed and the same rates at
+    every draw give the same stream; in a run, rates depend on which groups have ended. Tasks with the same prompt share a rate.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
@@ -46,8 +46,9 @@ class Curriculum(TaskStream[Task]):
 
     def judged(self, task: Task, rewards: Sequence[float]) -> None:
         """See `TaskStream.judged`."""
-        if rewards and task.prompt in self._places:
-            self._rates[self._places[task.prompt]] = sum(reward > 0 for reward in rewards) / len(rewards)
+        if task.prompt in self._places:
+            right = sum(reward > 0 for reward in rewards)
+            self._rates[self._places[task.prompt]] = right / len(rewards) if rewards else 0.0
 
     def state(self) -> dict[str, Any]:
         """See `TaskStream.state`; with the number of draws and the rates."""

@@ -7,20 +7,22 @@ from collections.abc import Collection, Sequence
 from weightlane.ckpt_engines import TooManyFailuresError
 
 from ...objectives.config import AlgorithmConfig
-from ..protocols import Completion
+from ..protocols import Trajectory
 
 _MOST_EMPTY = 100
 """Groups in a row of which dropping leaves too little, after which a run ends. It would train on nothing, for ever."""
 
 
 def overlong_places(
-    completions: Sequence[Completion], stop_token_ids: Collection[int], max_new_tokens: int
+    episodes: Sequence[Trajectory], stop_token_ids: Collection[int], max_new_tokens: int, max_model_len: int
 ) -> list[int]:
-    """Return the places of those completions that have `max_new_tokens`, and no stop token at the end."""
+    """Return the places of episodes that end without a stop token, with `max_new_tokens`, or `max_model_len` if not 0 in all."""
+    last = [(episode, episode.turns[-1].completion.token_ids) for episode in episodes]
     return [
         place
-        for place, completion in enumerate(completions)
-        if len(completion.token_ids) >= max_new_tokens and completion.token_ids[-1] not in stop_token_ids
+        for place, (episode, written) in enumerate(last)
+        if written[-1] not in stop_token_ids
+        and (len(written) >= max_new_tokens or 0 < max_model_len <= len(episode.whole))
     ]
 
 

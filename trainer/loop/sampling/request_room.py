@@ -14,6 +14,11 @@ class RequestRoom:
         self._limit = self._free = limit
         self._turn, self._more = asyncio.Lock(), asyncio.Event()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something is free and no group waits for it."""
+        return self._free > 0 and not self._turn.locked()
+
     @asynccontextmanager
     async def taken(self, requests: int) -> AsyncIterator[None]:
         """Wait for room for a group of `requests`, and hold it. A group above the limit gets all of it."""
