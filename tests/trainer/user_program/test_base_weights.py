@@ -25,7 +25,7 @@ LAYOUTS = [
     exhaustive({"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
     exhaustive(megatron({"distributed_optimizer": True}, activation_checkpointing=True), id="megatron-dp2, recomputed"),
     exhaustive(FSDP2_CP2, id="fsdp2-cp2"),
-    case(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
+    exhaustive(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
     exhaustive(megatron({"context_parallel": 2}), id="megatron-cp2"),
 ]
 """Settings of two ranks."""
