@@ -68,7 +68,7 @@ async def run_worker(path: Path, jobs: str, overrides: Sequence[str], *, until_e
         stack.callback(end_turn)
         own = workers / f"{socket.gethostname()}-{os.getpid()}"
         own.mkdir(parents=True, exist_ok=True)
-        settings = config.model_dump(mode="json", exclude={"worker": {"storage_options"}})  # they may have a key
+        settings = config.model_dump(mode="json")
         observers = RunObservers(config.observers, own, [], say, settings)
         hooks = stack.enter_context(observers)
         stack.enter_context(point_to_logs(own / "logs", say))

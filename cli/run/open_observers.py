@@ -57,7 +57,7 @@ class RunObservers:
     ) -> None:
         self._section = section
         self._run_dir = run_dir
-        self._settings = settings
+        self._settings = None if settings is None else _without_keys(settings)
         self._own = own
         self._say = say
         self._trace = claim(run_dir / section.trace) if section.trace is not None else None
@@ -150,3 +150,12 @@ def _set_environment(values: dict[str, str] | dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _without_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out options of stores, which may have a key and a secret: trackers show settings to others."""
+    return {
+        name: _without_keys(value) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name != "storage_options"
+    }

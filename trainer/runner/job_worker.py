@@ -203,7 +203,10 @@ class JobWorker:
                 hint="Give its configuration a section [checkpoint_engine].",
             )
         blocked_s = await self._runner.run(job)
-        await self._publish(job.version)
+        try:
+            await self._publish(job.version)
+        except DeadlineExceededError as error:  # of the store or the servers, not of the ranks
+            raise StorageError(str(error), part=_PART, hint=error.hint) from error
         return blocked_s
 
     def _fail(self, taken: TakenJob, error: WeightlaneError, *, repeat: bool) -> None:
@@ -228,7 +231,11 @@ class JobWorker:
         self._jobs.forget_executed([each for each, job in executed if not isinstance(job, _OF_ADAPTERS)])
 
     def _note(self, event: str, name: str, job: Job[Any], **facts: Any) -> None:
-        self._jobs.write_event({"event": event, "job": name, "kind": job.kind, **facts})
+        try:
+            self._jobs.write_event({"event": event, "job": name, "kind": job.kind, **facts})
+        except (StorageError, DeadlineExceededError) as error:  # a job is worth more than the report of it
+            self._jobs.check_turn()
+            self._say(f"the event {event} of job {name} is not reported: {error}")
 
 
 def _in_place_of(job: Job[Any]) -> Job[Any] | None:

@@ -59,13 +59,14 @@ class PassRunner:
         query, meter = packed.query(parts), Meter(engine.device)
         with torch.set_grad_enabled(packed.gradient):
             tokens = engine.lay_out(parts)
-            measured = self._estimate.wants_measuring(tokens.tokens, gradient=packed.gradient)
+            computed = tokens.tokens * engine.ranks_per_row
+            measured = self._estimate.wants_measuring(computed, gradient=packed.gradient)
             with meter.forward(measured=measured):
                 found = engine.run_pass(tokens, query)
             pieces = packed.split(found, query) if inputs else []
 
         def learn() -> None:
-            self._estimate.learn(inputs, meter.bytes, gradient=packed.gradient, computed=tokens.tokens)
+            self._estimate.learn(inputs, meter.bytes, gradient=packed.gradient, computed=computed)
 
         def backward(
             outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], reached: Collection[str]

@@ -33,8 +33,8 @@ class TrainerRank(Slots):
     optimizer. The model's own weights are a checkpoint, too, `BASE`, if `train_base` asks for it; else they are frozen. A slot's
     gradient is its own alone. Where the engine can, inputs of several slots are computed in one pass, see `ProgramEngine`.
 
-    Every method but `close`, `set_*`, `push_*` and `pop_*` is collective: all ranks call it, in the same order. The ranks of a
-    tensor parallel group pass the same inputs.
+    Every method but `close`, `set_*`, `push_*` and `pop_*` is collective: all ranks call it, in the same order. Ranks
+    that share matrices or tokens (tensor or context parallel) pass the same inputs.
 
     Args:
         model_dir: The Hugging Face directory of the model.

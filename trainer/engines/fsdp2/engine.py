@@ -320,6 +320,11 @@ class Fsdp2Engine(ProgramEngine):
         """See `ProgramEngine.joins_slots`."""
         return self._packs
 
+    @property
+    def ranks_per_row(self) -> int:
+        """See `ProgramEngine.ranks_per_row`."""
+        return self.config.fsdp2.context_parallel
+
     def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[Layout, Sequence[int]]:
         layout = self._layout(parts)
         return layout, layout.runs

@@ -54,6 +54,11 @@ class ProgramEngine(AdaptedEngine):
         """Whether a pass may have tokens of several slots."""
 
     @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that share the tokens of a pass, where `ProgramPass.tokens` are a rank's own."""
+        return 1
+
+    @property
     def layer_widths(self) -> list[int]:
         """Sum of inputs and outputs of every matrix on this rank that has fewer rows than the vocabulary."""
         shapes = [each.shape for module in self._modules for each in module.parameters(recurse=False)]

@@ -358,8 +358,9 @@ class MegatronEngine(ProgramEngine):
 
     @property
     def joins_slots(self) -> bool:
-        """See `ProgramEngine.joins_slots`: sequence and context parallelism cut runs of tokens anywhere."""
-        return not self.config.megatron.sequence_parallel and self.config.megatron.context_parallel == 1
+        """See `ProgramEngine.joins_slots`: sequence and context parallelism cut runs of tokens anywhere, as do experts."""
+        layout, experts = self.config.megatron, self._facts.shape.experts
+        return not (layout.sequence_parallel or layout.context_parallel > 1 or experts)
 
     def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[MicroBatch, Sequence[int]]:
         return MicroBatch.joined(parts), [len(part.tokens) for part in parts]

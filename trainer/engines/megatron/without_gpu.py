@@ -55,6 +55,8 @@ class _CudaTensorsOn(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # pinning needs a GPU
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

@@ -113,7 +113,7 @@ class Ledger:
                 except (StorageError, DeadlineExceededError) as error:
                     self.check()
                     trouble = error
-                    self._ended.wait(min(_RETRY_S, self._lease_s / _RENEWALS))
+                    time.sleep(min(_RETRY_S, self._lease_s / _RENEWALS))
                     continue
                 if etag is not None:
                     break
