@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,22 @@ def test_a_run_that_asks_for_nothing_opens_writes_and_says_nothing_whatever_the_
         hooks.run_ended(facts={})
     assert said == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_trackers_show_a_configuration_without_the_keys_of_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+
+    def tracker(*settings: Any) -> Any:
+        shown.extend(settings)
+        return SimpleNamespace(open=lambda: None, close=lambda: None)
+
+    monkeypatch.setitem(TRACKERS, "wandb", tracker)
+    options = {"root": "s3://bucket", "storage_options": {"secret": "S"}}
+    settings = {"seed": 1, "checkpoint_engine": {"options": options}, "worker": {"storage_options": {"secret": "S"}}}
+    with RunObservers(ObserversSection(wandb="p"), tmp_path, (), shown.append, settings):
+        assert {"seed": 1, "checkpoint_engine": {"options": {"root": "s3://bucket"}}, "worker": {}} in shown
 
 
 def test_a_missing_library_is_named_with_what_to_install_and_an_open_endpoint_wants_a_token(
