@@ -29,8 +29,8 @@ class PromptGroup:
     """Name of the replica that generated it."""
     overlong: Collection[int] = ()
     """Places of those episodes whose last turn was cut off."""
-    dropped: Sequence[float] = ()
-    """Rewards of overlong episodes that were dropped from the group."""
+    dropped: Sequence[Played] = ()
+    """Overlong episodes that were dropped from the group."""
 
     @property
     def completions(self) -> list[Trajectory]:
@@ -59,7 +59,7 @@ class PromptGroup:
             self,
             episodes=[self.episodes[place] for place in kept],
             overlong=(),
-            dropped=[self.rewards[place] for place in self.overlong],
+            dropped=[self.episodes[place] for place in self.overlong],
         )
 
     def scored(self, algorithm: AlgorithmConfig) -> ScoredGroup:

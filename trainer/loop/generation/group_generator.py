@@ -25,7 +25,6 @@ from ..fleet import Fleet
 from ..prompt_group import PromptGroup
 from ..protocols import Completion, EpisodePlayer, LoopParts, Played, Rollout, Trajectory, Turn
 from ..sampling.overlong import EmptyGroups, overlong_places
-from ..sampling.tally import SampleTally
 
 FEWEST = 2
 """Completions that a group needs: their rewards are compared."""
@@ -67,8 +66,6 @@ class GroupGenerator:
 
         A request that was ended by its time limit counts as one of `AlgorithmConfig.max_new_tokens`.
         """
-        self.tally = SampleTally()
-        """Counts of the same completions' groups and rewards."""
         self._empty_groups = EmptyGroups()
 
     async def generate(
@@ -119,12 +116,7 @@ class GroupGenerator:
         return self._without_overlong(group) if trained and self._algorithm.overlong == "drop" else group
 
     def _without_overlong(self, group: PromptGroup) -> PromptGroup:
-        """Drop a group's overlong completions, which count as drawn."""
-        for place in group.overlong:
-            self.drawn.lose(len(group.completions[place].token_ids))
-        self.tally.overlong_completions += len(group.overlong)
         left = group.without_overlong()
-        self.tally.add_rewards(left.dropped)
         enough = len(left.completions) >= FEWEST or not group.overlong
         self._empty_groups.left(enough, self._algorithm.max_new_tokens)
         return left

@@ -16,6 +16,7 @@ from ..prompt_group import PromptGroup
 from ..protocols import LoopParts, Rollout
 from ..sampling.request_room import RequestRoom
 from ..sampling.staleness_budget import StalenessBudget
+from ..sampling.tally import SampleTally
 from ..summary import OverlapClock
 from .group_generator import FEWEST, GroupGenerator
 
@@ -82,7 +83,9 @@ class RolloutFeeder:
         self._news: set[asyncio.Task[None]] = set()
         self.dropped_groups = 0
         self._generator = GroupGenerator(parts, fleet, algorithm, failures)
-        self.drawn, self.tally = self._generator.drawn, self._generator.tally
+        self.drawn = self._generator.drawn
+        self.tally = SampleTally()
+        """Counts of the groups whose turn has come, and of their rewards."""
 
     @property
     def generated_tokens(self) -> int:
@@ -153,6 +156,10 @@ class RolloutFeeder:
         self._line.remove(place)
         for group in (*place.replaced, last):
             self.drawn.add(group)
+            for episode in group.dropped:
+                self.drawn.lose(len(episode.trajectory.token_ids))
+            self.tally.overlong_completions += len(group.dropped)
+            self.tally.add_rewards([episode.reward for episode in group.dropped])
             if len(group.completions) < FEWEST:
                 self.tally.add_rewards(group.rewards)
                 continue
@@ -236,7 +243,7 @@ class RolloutFeeder:
                     group = await self._generator.generate(rollout, place.task, count)
             async with self._changed:
                 if group is not None:
-                    self._stream.judged(place.task, [*group.rewards, *group.dropped])
+                    self._stream.judged(place.task, [*group.rewards, *(each.reward for each in group.dropped)])
                 if group is None:
                     self._again.append(place)
                 elif len(group.completions) < FEWEST:
