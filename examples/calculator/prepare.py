@@ -23,6 +23,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, set_seed
 from transformers.utils import logging as transformers_logging
 
+LONGEST = 96
+"""Tokens of the longest episode."""
 ARITHMETIC = runpy.run_path(str(Path(__file__).parents[1] / "arithmetic" / "prepare.py"))
 USER, TOOL, ASSISTANT, END = "<|user|>", "<|tool|>", "<|assistant|>", "<|endoftext|>"
 PIECES = ["<tool_call>", '{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}", "</tool_call>"]
@@ -41,6 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in (USER, TOOL, ASSISTANT)])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in PIECES])
     tokenizer.chat_template = TEMPLATE
+    tokenizer.model_max_length = LONGEST
     return tokenizer
 
 
@@ -114,7 +117,7 @@ def prepare(out: Path, seed: int) -> None:
     transformers_logging.disable_progress_bar()
     set_seed(seed)
     tokenizer = make_tokenizer()
-    model = ARITHMETIC["make_model"](tokenizer, 96)
+    model = ARITHMETIC["make_model"](tokenizer, LONGEST)
     drawn = random.Random(seed)
     pairs = [(drawn.randrange(100, 1000), drawn.randrange(100, 1000)) for _ in range(TRAIN + HELDOUT)]
     pairs = list(dict.fromkeys(pairs))
