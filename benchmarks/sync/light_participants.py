@@ -32,7 +32,7 @@ from weightlane.sync.control.messages import (
 from weightlane.sync.control.participant import Participant
 from weightlane.sync.control.rendezvous import Mailbox
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.send.agreement import Interrupt, RankAgreement
+from weightlane.sync.send.rank_agreement import Interrupt, RankAgreement
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import Slicing
 

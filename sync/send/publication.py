@@ -14,7 +14,7 @@ from ..codecs.delta.encoding import RankDelta
 from ..codecs.delta.format import TooDense
 from ..control.messages import Go
 from ..version.manifest import CODEC_DELTA, CODEC_DENSE
-from .agreement import Interrupt
+from .rank_agreement import Interrupt
 from .send_session import SendSession
 from .snapshot.send_memory import DeltaBase, SnapshotSlot, SnapshotSlots
 from .snapshot.snapshot import PendingBlocks, Progress
@@ -50,7 +50,7 @@ class Publication:
     is_complete: bool = False
     """Whether blocks that are divided between ranks are quantised, too."""
     digests: dict[int, str] = field(default_factory=dict)
-    """Digests of slices that other ranks hold as well; see `weightlane.sync.send.agreement`."""
+    """Digests of slices that other ranks hold as well; see `weightlane.sync.send.rank_agreement`."""
 
     @property
     def is_delta(self) -> bool:

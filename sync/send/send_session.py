@@ -30,9 +30,9 @@ from ..version.manifest_message import DeltaSegment
 from ..version.packing import CopyTable, SnapshotSlice, StridedCopy, compact_places, snapshot_slices, stream_places
 from ..version.placement import Placement
 from ..version.tensor_spec import LocalShard, Shard, TensorSlice
-from .agreement import RankAgreement, ReplicatedShards
 from .bucket_source import BucketSource, GatheredBuckets, ShardGather, SnapshotBuckets
 from .pipeline import Destination, SendPipeline, destinations_of
+from .rank_agreement import RankAgreement, ReplicatedShards
 from .snapshot.quantised_snapshot import QuantisedShards
 from .snapshot.send_memory import PackingBuffers, SendMemory, SnapshotSlots
 from .snapshot.snapshot import Snapshot, SourceBytes

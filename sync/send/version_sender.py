@@ -14,7 +14,8 @@ from ..codecs.delta.format import TooDense
 from ..control.messages import Go, Offer, Sent
 from ..version.manifest import CODEC_DELTA, Manifest
 from ..version.manifest_message import DeltaSegment
-from .agreement import (
+from .publication import Publication, PublicationQueue
+from .rank_agreement import (
     DELTAS,
     DENSITIES,
     DIGESTS,
@@ -27,7 +28,6 @@ from .agreement import (
     magnitudes_from_plain,
     magnitudes_to_plain,
 )
-from .publication import Publication, PublicationQueue
 from .send_session import SendingRank, SendSession
 from .snapshot.send_memory import SnapshotSlot
 from .snapshot.snapshot import SourceBytes

@@ -231,7 +231,7 @@ class Snapshot:
         ends: By name of a tensor, how far shards must have been read before it may change: in bytes or any other unit that grows.
         read_end: How far shards must have been read before all tensors may change, in the same unit.
         threads: Most threads that run steps concurrently on a CPU.
-        is_cut: Whether elements depend on other ranks; see `weightlane.sync.send.agreement.MAGNITUDES`.
+        is_cut: Whether elements depend on other ranks; see `weightlane.sync.send.rank_agreement.MAGNITUDES`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from hop_run import MakeRun
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.sync.codecs.codec_choice import DELTA_BELOW, DENSE_ABOVE, CodecChooser, RankChange
-from weightlane.sync.send.agreement import change_from_plain, change_to_plain
+from weightlane.sync.send.rank_agreement import change_from_plain, change_to_plain
 
 
 def carried(policy: str, versions: int, full_every: int = 1000) -> list[str]:

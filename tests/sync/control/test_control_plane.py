@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError
 from weightlane.ckpt_engines.channels.channel import Frame, new_secret
 from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.messages import Abort, Committed, Kind
-from weightlane.sync.send.agreement import Interrupt, RankAgreement
+from weightlane.sync.send.rank_agreement import Interrupt, RankAgreement
 
 
 def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(

@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, Quor
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
 from weightlane.sync import LocalShard, Placement, TensorSpec
 from weightlane.sync.plan import HolderMap
-from weightlane.sync.send.agreement import ReplicatedShards
+from weightlane.sync.send.rank_agreement import ReplicatedShards
 from weightlane.sync.version.box import Box
 
 
