@@ -1,14 +1,43 @@
-"""Import a user's own functions that a configuration names."""
+"""Functions that a configuration names: built-in ones, or a user's own, which are imported."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from weightlane.ckpt_engines import ConfigError
+
+_Config = TypeVar("_Config")
+
+
+def built_in_or_own(
+    name: str,
+    built_in: Mapping[str, Callable[[_Config], Any]],
+    config: _Config,
+    search_path: Sequence[Path],
+    *,
+    part: str,
+    setting: str,
+) -> Any:
+    """Return what `built_in` makes of `config` under `name`, or the user's own function: see `function_named`.
+
+    Raises `ConfigError` if there is neither.
+    """
+    if name in built_in:
+        return built_in[name](config)
+    if ":" in name:
+        return function_named(name, search_path, part=part, setting=setting)
+    nearest = difflib.get_close_matches(name, built_in, n=1, cutoff=0.5)
+    guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
+    raise ConfigError(
+        f"{setting} is {name!r}, which is not built in.",
+        part=part,
+        hint=f"{guess}Built in: {', '.join(sorted(built_in))}; or name your own as 'module:function'.",
+    )
 
 
 def function_named(function: str, search_path: Sequence[Path], *, part: str, setting: str) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines import ProtocolError
 
-from ..data.named_function import function_named
+from ..data.named_function import built_in_or_own
 from ..data.sequences import MicroBatch
 from .config import AlgorithmConfig
 from .loss import LOGPROBS, Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
@@ -49,18 +48,9 @@ class Objective:
     def __init__(self, config: AlgorithmConfig, search_path: Sequence[Path] = ()) -> None:
         self.name = config.objective
         self._config, self._search_path = config, tuple(search_path)
-        if self.name in BUILT_IN:
-            self._loss = BUILT_IN[self.name](config)
-        elif ":" in self.name:
-            self._loss = function_named(self.name, search_path, part=_PART, setting="algorithm.objective")
-        else:
-            nearest = difflib.get_close_matches(self.name, BUILT_IN, n=1, cutoff=0.5)
-            guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
-            raise ConfigError(
-                f"no objective is called {self.name!r}.",
-                part=_PART,
-                hint=f"{guess}Built in: {', '.join(sorted(BUILT_IN))}; or name your own as 'module:function'.",
-            )
+        self._loss: Loss = built_in_or_own(
+            self.name, BUILT_IN, config, search_path, part=_PART, setting="algorithm.objective"
+        )
         coefficients = ((config.kl_coefficient, reference_kl), (config.entropy_coefficient, entropy_bonus))
         self._added = tuple(make(config) for coefficient, make in coefficients if coefficient > 0)
         every = [output for loss in (self._loss, *self._added) for output in needed_outputs(loss)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines import ProtocolError
 
-from ..data.named_function import function_named
+from ..data.named_function import built_in_or_own
 from .advantages import batch_advantages, group_advantages, leave_one_out_advantages
 from .config import AlgorithmConfig
 
@@ -90,18 +89,9 @@ class NamedAdvantages:
 
     def __init__(self, config: AlgorithmConfig, search_path: Sequence[Path] = ()) -> None:
         self.name = config.advantages
-        if self.name in BUILT_IN:
-            self._function: Advantages = BUILT_IN[self.name](config)
-        elif ":" in self.name:
-            self._function = function_named(self.name, search_path, part=_PART, setting="algorithm.advantages")
-        else:
-            nearest = difflib.get_close_matches(self.name, BUILT_IN, n=1, cutoff=0.5)
-            guess = f"Did you mean {nearest[0]!r}? " if nearest else ""
-            raise ConfigError(
-                f"no advantages are called {self.name!r}.",
-                part=_PART,
-                hint=f"{guess}Built in: {', '.join(sorted(BUILT_IN))}; or name your own as 'module:function'.",
-            )
+        self._function: Advantages = built_in_or_own(
+            self.name, BUILT_IN, config, search_path, part=_PART, setting="algorithm.advantages"
+        )
 
     def __call__(self, groups: Sequence[ScoredGroup]) -> list[list[float]]:
         """See `Advantages`.

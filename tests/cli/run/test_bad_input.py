@@ -118,7 +118,10 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (a_group_that_is_too_large, ["line 1: 'samples' is 4000, and rollout.concurrency is", "Raise rollout.conc"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
-        (configured("algorithm", advantages="rlo"), ["no advantages are called 'rlo'. Did you mean 'rloo'?"]),
+        (
+            configured("algorithm", advantages="rlo"),
+            ["algorithm.advantages is 'rlo'", "Did you mean 'rloo'?"],
+        ),
         (configured("algorithm", refill=1, objective="ppo"), ["refill is 1, and objective is ppo"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
         (

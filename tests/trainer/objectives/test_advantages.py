@@ -94,7 +94,10 @@ def test_advantages_of_ones_own_are_found_beside_the_configuration_and_checked(
             own(function)(scored([[1.0, 0.0]]))
     for name, problem in (
         ("own_advantages:missing", "has no 'missing'"),
-        ("rlo", r"no advantages are called 'rlo'. Did you mean 'rloo'\? Built in: group, reinforce_pp"),
+        (
+            "rlo",
+            r"algorithm.advantages is 'rlo', which is not built in. Did you mean 'rloo'\? Built in: group, reinforce_pp",
+        ),
     ):
         with pytest.raises(ConfigError, match=problem):
             NamedAdvantages(AlgorithmConfig(advantages=name), [tmp_path])

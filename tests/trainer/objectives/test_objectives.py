@@ -352,7 +352,10 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
 
 def test_an_objective_that_cannot_be_had_says_why() -> None:
     for name, problem in (
-        ("grpa", r"no objective is called 'grpa'. Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo, ppo"),
+        (
+            "grpa",
+            r"algorithm.objective is 'grpa'.* Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo, ppo",
+        ),
         (":f", r"':f' is not of the form 'module:function'. Set algorithm.objective"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +55,25 @@ def check_mesh(config: TrainerConfig, model_dir: Path) -> None:
             )
 
 
+_GROUPS: dict[tuple[str, float], dist.ProcessGroup] = {}
+"""The groups of this process, by all rows and the timeout."""
+
+
+def _group_among(rows: torch.Tensor, timeout_s: float) -> dist.ProcessGroup:
+    """Return the group of those ranks, of the `rows` of ranks, with which this one is in a row. Collective when it is made.
+
+    It lives as long as torch's own, and every later mesh of these rows uses it: torch keeps compiled operations by meshes that
+    compare equal, so they use groups of an earlier mesh anyway; and each group of gloo has threads, which wake all the time.
+    """
+    key = (str(rows.tolist()), timeout_s)
+    with suppress(KeyError):
+        dist.get_process_group_ranks(_GROUPS[key])  # raises for a group that ended with torch's own
+        return _GROUPS[key]
+    timeout = timedelta(seconds=timeout_s)  # with `init_device_mesh`, it would have torch's half an hour
+    _GROUPS[key], _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
+    return _GROUPS[key]
+
+
 @dataclass(frozen=True, slots=True)
 class RankMesh:
     """The trainer ranks: neighbours that share every matrix, groups of such that share tokens, and data parallel copies.
@@ -92,26 +112,16 @@ class RankMesh:
 
     @classmethod
     def of(cls, device: torch.device, world: int, config: Fsdp2Config, timeout_s: float) -> RankMesh:
-        """Make the mesh of `world` ranks. Collective; collectives in it fail after `timeout_s` seconds.
-
-        Its process groups live as long as torch's own: torch keeps compiled operations by meshes that compare equal, so those of
-        a later mesh with the same ranks may use the groups of this one.
-        """
+        """Make the mesh of `world` ranks. Collective; collectives in it fail after `timeout_s` seconds."""
         tensor, context = config.tensor_parallel, config.context_parallel
         ranks = torch.arange(world).view(-1, tensor)
-        timeout = timedelta(seconds=timeout_s)  # with `init_device_mesh`, these groups would have torch's half an hour
-
-        def split(rows: torch.Tensor) -> dist.ProcessGroup:
-            group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[no-untyped-call]
-            return group
-
         sharing = None
         if context > 1:
-            group = split(ranks.T.reshape(-1, context))
+            group = _group_among(ranks.T.reshape(-1, context), timeout_s)
             sharing = ContextRanks(group, dist.get_rank(group), context)
         if tensor == 1:
             return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, sharing)
-        groups = [split(rows) for rows in (ranks.T, ranks)]
+        groups = [_group_among(rows, timeout_s) for rows in (ranks.T, ranks)]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
         return cls(mesh["fsdp"], mesh["tp"], sharing)
 
