@@ -27,12 +27,13 @@ from ..plan.session_plan import PlanExchange, SessionPlan, Supply
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
 from ..version.manifest_message import DeltaSegment
-from ..version.packing import CopyTable, SnapshotSlice, StridedCopy, compact_places, snapshot_slices, stream_places
+from ..version.packing import CopyTable, SnapshotSlice, StridedCopy, snapshot_slices
 from ..version.placement import Placement
 from ..version.tensor_spec import LocalShard, Shard, TensorSlice
 from .bucket_source import BucketSource, GatheredBuckets, ShardGather, SnapshotBuckets
 from .pipeline import Destination, SendPipeline, destinations_of
 from .rank_agreement import RankAgreement, ReplicatedShards
+from .snapshot.places import compact_places, share_places, stream_places
 from .snapshot.quantised_snapshot import QuantisedShards
 from .snapshot.send_memory import PackingBuffers, SendMemory, SnapshotSlots
 from .snapshot.snapshot import Snapshot, SourceBytes
@@ -83,7 +84,11 @@ class SendingRank:
             shares = quantised_shares(shares)
             self.slices = quantised.slices
         self._supply = Supply.of(shares, config)
-        self.offsets = compact_places(self.slices)
+        if quantised is None:
+            slices = [TensorSlice(spec, box) for spec, box in shares[str(rank)].slices]
+            self.offsets = share_places(own, sorted(slices, key=lambda each: (turns[each.spec.name], each.box.starts)))
+        else:
+            self.offsets = compact_places(self.slices)
         if self.stores and self.alone:  # the snapshot is laid out as the stored stream, if possible
             self.offsets = stream_places(self.slices, self._supply.stored_layout) or self.offsets
         self.snapshot = Snapshot.of(own, self.offsets) if quantised is None else quantised.snapshot(self.offsets)

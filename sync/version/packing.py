@@ -21,7 +21,7 @@ import torch
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 from .box import Box, cut, row_major_strides
-from .manifest import ALIGNMENT_BYTES, Manifest
+from .manifest import Manifest
 from .tensor_spec import Shard, TensorSlice
 
 
@@ -351,27 +351,6 @@ class CopyTable:
     def snapshot_end(self, start: int, stop: int) -> int:
         """One past the last byte of the snapshot that the window needs."""
         return self.window(start, stop).snapshot_end
-
-
-def compact_places(shards: Sequence[Shard]) -> list[int]:
-    """First byte of each shard in a snapshot where aligned shards follow each other."""
-    places, place = [], 0
-    for shard in shards:
-        places.append(place)
-        place += -(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return places
-
-
-def stream_places(shards: Sequence[Shard], layout: Manifest) -> list[int] | None:
-    """First byte of each shard in a snapshot that is the stream itself; None if a shard is not contiguous in its tensor."""
-    offsets = {spec.name: offset for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    places = []
-    for shard in shards:
-        rows = shard.box.rows(shard.spec.shape)
-        if shard.numel and (rows is None or rows[2] > 1):
-            return None  # columns
-        places.append(offsets[shard.spec.name] + (rows[0] if rows else 0) * shard.spec.dtype.itemsize)
-    return places
 
 
 def copy_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, payload: torch.Tensor) -> None:

@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from slices import columns, rows
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
+from weightlane.sync.send.snapshot.places import compact_places, stream_places
 from weightlane.sync.send.snapshot.snapshot import Progress, Snapshot
 from weightlane.sync.version.manifest import ALIGNMENT_BYTES
 from weightlane.sync.version.packing import (
     CopyTable,
-    compact_places,
     copy_runs,
     gather_runs,
     scatter_runs,
     snapshot_slices,
-    stream_places,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]

@@ -50,6 +50,15 @@ def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
     return [Box((row, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:])) for row in range(rank, spec.shape[0], world)]
 
 
+def pieces(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+    """Neighbouring rows, in pieces of five, as a rank holds groups of a fused parameter."""
+    if not spec.shape:
+        return copies(spec, rank, world) if rank == 0 else []
+    (own,) = rows(spec, rank, world)
+    (first, *others), (count, *sizes) = own.starts, own.shape
+    return [Box((first + at, *others), (min(5, count - at), *sizes)) for at in range(0, count, 5)]
+
+
 def mesh(spec: TensorSpec, rank: int, world: int) -> list[Box]:
     """Rows of columns: two ranks in each direction."""
     if len(spec.shape) < 2:
@@ -82,5 +91,6 @@ LAYOUTS: dict[str, tuple[Cut, int]] = {
     "columns": (columns, 2),
     "interleaved": (interleaved, 2),
     "a mesh": (mesh, 4),
+    "pieces": (pieces, 2),
     "one rank": (rows, 1),
 }

@@ -23,7 +23,12 @@ from weightlane.sync.version.box import Box
 
 @pytest.mark.parametrize(
     ("layout", "engine", "codec"),
-    [("columns", "gloo", "delta"), ("interleaved", "filesystem", "dense"), ("a mesh", "shm", "delta")],
+    [
+        ("columns", "gloo", "delta"),
+        ("interleaved", "filesystem", "dense"),
+        ("a mesh", "shm", "delta"),
+        ("pieces", "shm", "dense"),
+    ],
 )
 def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
     hop: MakeHop, layout: str, engine: str, codec: str
