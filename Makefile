@@ -92,6 +92,7 @@ lint: setup
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/python .ci/dead_code.py
+	@! git ls-files | xargs -d '\n' du -k | awk '$$1 > 256' | grep . || { echo "too large for the repository" >&2; exit 1; }
 
 types: setup
 	@$(VENV)/mypy
