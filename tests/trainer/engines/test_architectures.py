@@ -162,6 +162,9 @@ def check_shared_prefixes(model: torch.nn.Module, ordinary: torch.nn.Module) -> 
 
 CONTEXT = ("qwen3-tied", "gpt-oss", "gemma2")
 """Keys of groups of heads; sliding windows, sinks and experts; soft caps."""
+FURTHER = ("gpt2", "opt", "ministral3", "phimoe", "starcoder", "cohere", "gemma3n", "gemma4", "deepseek-v3")
+"""What a split row could break elsewhere: learned positions, scores and rotations by position, one head of keys, scaled logits,
+embeddings of each layer, keys of other layers, and keys wider than values. Every architecture's packing is tested above."""
 LIMITS = {"hidden": 1e-5, "entropy": 1e-5}
 """Largest differences of what is computed in float32, and not the mean of many."""
 
@@ -169,14 +172,9 @@ LIMITS = {"hidden": 1e-5, "entropy": 1e-5}
 @pytest.mark.parametrize(
     ("names", "world"),
     [
-        (CONTEXT, 2),
-        pytest.param(CONTEXT, 4, marks=pytest.mark.exhaustive),
-        *(
-            pytest.param((kind.name,), 2, id=kind.name, marks=pytest.mark.exhaustive)
-            for kind in ZOO
-            if kind.backend == "vllm" and kind.group not in {"pooling", "state space", "hybrid"}
-            if kind.name not in CONTEXT
-        ),
+        pytest.param(CONTEXT, 2, id="attention"),
+        pytest.param(CONTEXT, 4, marks=pytest.mark.exhaustive, id="attention, of four"),
+        pytest.param(FURTHER, 2, marks=pytest.mark.exhaustive, id="further parts of models"),
     ],
 )
 def test_ranks_that_share_a_row_compute_what_transformers_does_alone(
@@ -188,7 +186,7 @@ def test_ranks_that_share_a_row_compute_what_transformers_does_alone(
         path = make(kind, tmp_path / name, seed=0, dtype=torch.float32)
         asked = {"model": path, "vocabulary": VOCAB, "kind": kind.model or f"{kind.config}ForCausalLM"}
         found = teams.of(world).all("share_rows", **asked)[0]
-        assert bool(found) == (name not in PADDED)
+        assert found
         assert not {what: off for what, off in found.items() if not off < LIMITS.get(what, 1e-6)}, name
 
 

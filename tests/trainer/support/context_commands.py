@@ -22,7 +22,7 @@ from weightlane.trainer.engines.hf.context_split import split_layout
 from weightlane.trainer.engines.hf.heads import HeadQuery, replace_head
 from weightlane.trainer.engines.hf.layout import Layout
 from weightlane.trainer.engines.hf.names import checkpoint_runs
-from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
+from weightlane.trainer.engines.hf.packed_attention import pack_attention
 from weightlane.trainer.engines.rank_collectives import ContextRanks
 
 ROWS = {
@@ -61,14 +61,11 @@ class ContextCommands:
         """Compute all `ROWS` together with the other ranks, and alone with transformers' class `kind`.
 
         Returns the largest differences: of hidden states; of log-probabilities, entropies and top-k, relative to the largest
-        logit if that is above 1; and of gradients, relative to the length of the gradient of all parameters. Empty if the
-        architecture doesn't pack.
+        logit if that is above 1; and of gradients, relative to the length of the gradient of all parameters. Empty but on rank 0.
         """
         self.close()
         self.join()
         mine = model_without_weights(Path(model))
-        if not can_pack(mine):
-            return {}
         runs = checkpoint_runs(mine, checkpoint_tensors(mine))
         materialise(mine, torch.device("cpu"))
         read_slices(Path(model), runs, checkpoint_tensors(mine))
