@@ -15,10 +15,10 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.codecs.quantised import block_fp8
 from weightlane.sync.codecs.quantised.quantisation import is_quantised
-from weightlane.sync.version.tensor_spec import TensorSpec, dtype_of
+from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, TensorSpec, dtype_of
+from weightlane.trainer.engines.hf.model_dir import read_header
 
-from .safetensors_headers import read_headers
-
+_PART = "benchmark model"
 _ALIGNMENT_BYTES = 64
 _CHUNK_NUMEL = 1 << 24
 """Number of elements whose changes are drawn at a time, which limits the memory for the draws."""
@@ -181,18 +181,46 @@ def _positions(numel: int, density: float, generator: torch.Generator) -> torch.
 def named_workload(model: str) -> Workload:
     """Return the workload called `model`, or that of the safetensors files in the directory `model`.
 
-    Raises `ConfigError` if neither exists.
+    Raises `ConfigError` if neither exists, a file is damaged, two hold the same tensor, or a dtype cannot be changed and sent.
     """
     if model in _NAMED:
         return Workload(model, tuple(_NAMED[model]()))
     path = Path(model)
     if path.is_dir():
-        return Workload(path.resolve().name, tuple(read_headers(path)))
+        return Workload(path.resolve().name, tuple(_stored_specs(path)))
     raise ConfigError(
         f"{model!r} is neither a model that the benchmark knows nor a directory.",
-        part="benchmark model",
+        part=_PART,
         hint=f"Use one of {', '.join(_NAMED)}, or a directory of safetensors files.",
     )
+
+
+def _stored_specs(directory: Path) -> list[TensorSpec]:
+    """Return the tensors of every ``*.safetensors`` file in `directory`, from the files' headers."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{directory} holds no *.safetensors files.", part=_PART, hint="Give a model's directory.")
+    specs: dict[str, TensorSpec] = {}
+    for file in files:
+        for name, entry in read_header(directory, file.name).items():
+            if name in specs:
+                raise ConfigError(f"{name} is in {file.name} and in an earlier file.", part=_PART)
+            dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+            if dtype is None or dtype is torch.bool:  # which has two values, and elements change by counting up
+                raise ConfigError(
+                    f"{name} in {file.name} is {entry['dtype']}, which the benchmark cannot change and send.",
+                    part=_PART,
+                )
+            specs[name] = spec = TensorSpec(name, entry["shape"], dtype)
+            first, end = entry["data_offsets"]
+            if end - first != spec.nbytes:
+                raise ConfigError(
+                    f"{file} is damaged: {name} has {spec.nbytes} bytes by its shape, but {end - first} by its offsets.",
+                    part=_PART,
+                )
+    if not any(spec.numel for spec in specs.values()):
+        raise ConfigError(f"the files of {directory} hold no values.", part=_PART)
+    return list(specs.values())
 
 
 def _qwen3(

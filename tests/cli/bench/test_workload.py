@@ -84,10 +84,14 @@ def test_a_damaged_file_an_empty_directory_and_a_tensor_in_two_files_are_refused
         named_workload(str(tmp_path))
     tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}
     cases: list[tuple[bytes, str]] = [
-        (b"\xff" * 8, "is damaged"),
-        (framed({"w": 3}), "is damaged: w"),
-        (framed({"w": tensor}), "8 bytes by its shape, but 4 by its offsets"),
-        (framed({"w": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}), "w in m.safetensors is BOOL"),
+        (b"\xff" * 8, "is not a safetensors file"),
+        (framed({"w": 3}), "has a broken safetensors header"),
+        (framed({"w": tensor}), "is truncated or damaged"),
+        (framed({"w": tensor}) + bytes(4), "8 bytes by its shape, but 4 by its offsets"),
+        (
+            framed({"w": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}) + bytes(2),
+            "w in m.safetensors is BOOL",
+        ),
     ]
     for content, said in cases:
         (tmp_path / "m.safetensors").write_bytes(content)

@@ -155,11 +155,11 @@ def weight_headers(path: Path) -> dict[str, dict[str, Any]]:
     """Return the headers of all files with weights in `path`: tensors by file and name, as the format describes them."""
     index = path / _INDEX
     if not index.is_file():
-        return {_SINGLE: _read_header(path, _SINGLE)}
+        return {_SINGLE: read_header(path, _SINGLE)}
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _error(f"{index} has no weight_map.")
-    headers = {name: _read_header(path, name) for name in sorted(set(map(str, weight_map.values())))}
+    headers = {name: read_header(path, name) for name in sorted(set(map(str, weight_map.values())))}
     for tensor, name in weight_map.items():
         if tensor not in headers[str(name)]:
             raise _error(f"{index} places {tensor} in {name}, which does not hold it.")
@@ -222,8 +222,10 @@ def _model_eos(path: Path, text_config: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def _read_header(folder: Path, name: str) -> dict[str, Any]:
-    """Return the tensors in the header of one safetensors file, after checking that the file is as long as it says.
+def read_header(folder: Path, name: str) -> dict[str, Any]:
+    """Return dtype, shape and data_offsets of the tensors in one safetensors file, after checking that it is as long as it says.
+
+    Raises `ConfigError` for a file that is missing or damaged.
 
     Layout: 8 bytes little-endian header length, the JSON header, then the data (https://huggingface.co/docs/safetensors).
     """
@@ -242,12 +244,16 @@ def _read_header(folder: Path, name: str) -> dict[str, Any]:
             if not len("{}") <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise _error(f"{path} is not a safetensors file, or was cut off inside its header.")
             header = json.loads(file.read(length))
-        tensors = {
-            key: {**item, "shape": tuple(map(int, item["shape"]))}
+        tensors: dict[str, dict[str, Any]] = {
+            key: {
+                "dtype": str(item["dtype"]),
+                "shape": tuple(map(int, item["shape"])),
+                "data_offsets": tuple(map(int, item["data_offsets"])),
+            }
             for key, item in header.items()
             if key != "__metadata__"
         }
-        end = max((int(item["data_offsets"][1]) for item in tensors.values()), default=0)
+        end = max((item["data_offsets"][1] for item in tensors.values()), default=0)
     except OSError as cause:
         raise _error(f"{path} cannot be read: {cause.strerror}.", "Check its permissions.") from cause
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as cause:
