@@ -20,12 +20,11 @@ import torch
 
 from benchmarks.command import Report, finish, options_of, say
 from weightlane.ckpt_engines import ConfigError
-from weightlane.cli.bench.workload.workload import MODELS, named_workload
+from weightlane.cli.bench.workload.workload import MODELS, Workload, named_workload
 
 from .halves import Peer
 from .others import CATALOGUE
 from .report import rows_of, text
-from .state import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURE = "from benchmarks.peers.measure import main; main()"
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace, names: Sequence[str]) -> Report:
                 answers[name] += found
                 say(f"pass {number + 1} of {passes}, {name}: {outcome(found)}")
     rows = rows_of(peers, answers)
-    about = {"name": workload.name, "payload_bytes": workload.nbytes, "tensors": len(workload.shapes)}
+    about = {"name": workload.name, "payload_bytes": workload.nbytes, "tensors": len(workload.specs)}
     return {
         "workload": {**about, "receivers": options.receivers},
         "rows": rows,
@@ -62,10 +61,10 @@ def workload_named(name: str) -> Workload:
 
     Raises `ConfigError` when `name` is neither, or not all of its tensors are bfloat16.
     """
-    specs = named_workload(name).specs
-    if any(spec.dtype is not torch.bfloat16 for spec in specs):
+    workload = named_workload(name)
+    if any(spec.dtype is not torch.bfloat16 for spec in workload.specs):
         raise ConfigError(f"not all tensors of {name} are bfloat16, which is what peers carry here.", part="peers")
-    return Workload(name, {spec.name: spec.shape for spec in specs})
+    return workload
 
 
 def turn(options: argparse.Namespace, workload: Workload, peer: Peer, rounds: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from .state import State, Workload
+from weightlane.cli.bench.workload.workload import Payload, Workload
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 """Each half is forked from a process that has torch, and nothing else, loaded: importing it takes longer than most rounds."""
@@ -80,15 +80,13 @@ class Line:
 class Half(ABC):
     """The sender (rank 0) or a receiver (from 1 on), in its own process; only `exchange` is timed."""
 
-    flat = False
-    """Whether its tensors are views of one buffer."""
-
     def __init__(self, line: Line, rank: int, workload: Workload, options: Mapping[str, Any]) -> None:
         self.line, self.rank, self.workload, self.options = line, rank, workload, options
         self.receiver = rank - 1
         """A receiver's number on the line, from 0."""
-        self.state = State(workload, 1000 + rank, flat=self.flat)
-        self.tensors = self.state.tensors
+        self.payload = filled(workload, rank)
+        """The sender changes every element before a round; the receivers' tensors become equal by an exchange."""
+        self.tensors = self.payload.tensors
 
     def prepare(self) -> None:  # noqa: B027 - optional
         """Connect to the other halves, once."""
@@ -110,9 +108,27 @@ class Half(ABC):
         """Release what `prepare` made."""
 
 
+def filled(workload: Workload, rank: int) -> Payload:
+    """The tensors of a half before the first round: random bits, others on every rank."""
+    payload = Payload(workload.specs)
+    payload.fill(1000 + rank)
+    return payload
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes as uint8 [nbytes], sharing its memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def copy_all(into: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    """Copy each tensor of `source` into the one of that name."""
+    for name, tensor in into.items():
+        tensor.copy_(source[name])
+
+
 @dataclass(frozen=True)
 class Peer:
-    """A row of the comparison; its processes get `environment`, and the interpreter named for it, if any."""
+    """A row of the comparison; its processes get `environment`."""
 
     name: str
     through: Literal["memory", "network", "files"]
@@ -248,9 +264,9 @@ def _serve(
 
 def _do(half: Half, what: str, *arguments: int) -> Any:
     if what == "change":
-        half.state.change(*arguments)
+        half.payload.change(1.0, *arguments)
     if what in {"change", "digest"}:
-        return half.state.digest()
+        return half.payload.crc()
     began = time.monotonic()
     answer = getattr(half, what)(*arguments)
     return (began, began if answer is None else answer, time.monotonic()) if what == "exchange" else answer

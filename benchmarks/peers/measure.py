@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from weightlane.cli.bench.workload.workload import Workload
+
 from .halves import Line, Session
 from .others import CATALOGUE
-from .state import Workload
 
 WARM_UPS = 3
 """Rounds that do not count, unless they take half of the turn: who keeps the version before gets the memory of a second one in

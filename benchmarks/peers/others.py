@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from .halves import Half, Peer
+from .halves import Half, Peer, as_bytes
 from .plain import PLAIN
-from .state import as_bytes
 from .weightlane_peers import WEIGHTLANE
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .halves import Half, Line, Peer
-from .state import State, Workload, as_bytes, copy_all
+from weightlane.cli.bench.workload.workload import Workload
+
+from .halves import Half, Line, Peer, as_bytes, copy_all, filled
 
 
 class _Signals(Half):
@@ -27,10 +28,10 @@ class _CopiesItsOwn(Half):
 
     def __init__(self, line: Line, rank: int, workload: Workload, options: Mapping[str, Any]) -> None:
         super().__init__(line, rank, workload, options)
-        self._twin = State(workload, 1000)
+        self._twin = filled(workload, rank=0)
 
     def before_round(self, round_number: int) -> None:
-        self._twin.change(round_number)
+        self._twin.change(1.0, round_number)
 
     def exchange(self, round_number: int) -> None:  # noqa: ARG002 - the same every round
         self.line.await_sender(self.receiver)
@@ -82,10 +83,13 @@ class _Broadcasts(Half):
         )
 
     def exchange(self, round_number: int) -> None:  # noqa: ARG002 - the same every round
-        sent = self.tensors.values() if self.state.flat is None else [self.state.flat]
-        for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in sent]:
+        for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in self.sent()]:
             assert work is not None, "asynchronous"
             work.wait()
+
+    def sent(self) -> Iterable[torch.Tensor]:
+        """The tensors that are broadcast one by one."""
+        return self.tensors.values()
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -95,7 +99,8 @@ class _Broadcasts(Half):
 class _BroadcastsFlat(_Broadcasts):
     """Broadcasts one buffer."""
 
-    flat = True
+    def sent(self) -> Iterable[torch.Tensor]:
+        return [self.payload.flat]
 
 
 class _Saves(Half):

@@ -27,8 +27,7 @@ from weightlane.sync import (
     TensorSpec,
 )
 
-from .halves import Half, Line, Peer
-from .state import copy_all
+from .halves import Half, Line, Peer, copy_all
 
 
 class _Replica:
