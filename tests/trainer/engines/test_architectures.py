@@ -163,7 +163,7 @@ def check_shared_prefixes(model: torch.nn.Module, ordinary: torch.nn.Module) -> 
 CONTEXT = ("qwen3-tied", "gpt-oss", "gemma2")
 """Keys of groups of heads; sliding windows, sinks and experts; soft caps."""
 FURTHER = ("gpt2", "opt", "ministral3", "phimoe", "starcoder", "cohere", "gemma3n", "gemma4", "deepseek-v3")
-"""What a split row could break elsewhere: learned positions, scores and rotations by position, one head of keys, scaled logits,
+"""Architectures with other parts that a split row could break: learned positions, scores and rotations by position, one head of keys, scaled logits,
 embeddings of each layer, keys of other layers, and keys wider than values. Every architecture's packing is tested above."""
 LIMITS = {"hidden": 1e-5, "entropy": 1e-5}
 """Largest differences of what is computed in float32, and not the mean of many."""
