@@ -274,16 +274,15 @@ async def start_replicas(
     model_dir: str | os.PathLike[str],
     *,
     initial_version: int = 0,
-    name_prefix: str = "rollout",
     shared: Sequence[SharedDevices] = (),
 ) -> list[RolloutReplica]:
-    """Start ``config.replicas`` replicas at the same time, named ``<name_prefix>-<index>``, on `shared` devices if there are any.
+    """Start ``config.replicas`` replicas at the same time, named ``rollout-<index>``, on `shared` devices if there are any.
 
     If a replica cannot start, the others are closed and its error is raised.
     """
     replicas = [
         RolloutReplica.place(
-            f"{name_prefix}-{index}",
+            f"rollout-{index}",
             config,
             model_dir,
             initial_version=initial_version,

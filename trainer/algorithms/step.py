@@ -28,15 +28,12 @@ async def with_reference(batch: TokenBatch, reference: Role) -> TokenBatch:
     return batch.with_values(REFERENCE_LOGPROBS, [each["logprobs"] for each in outputs])
 
 
-async def dpo_step(
-    dispatch: WorkerDispatch, pairs: TokenBatch, denominators: LossDenominators | None = None
-) -> StepResult:
+async def dpo_step(dispatch: WorkerDispatch, pairs: TokenBatch) -> StepResult:
     """Take one step of direct preference optimization; see `weightlane.trainer.dpo`.
 
     Args:
         dispatch: Has the roles `POLICY`, whose loss `OBJECTIVE` is a `dpo`, and `REFERENCE`.
         pairs: ``TokenBatch(sequences, sequences_per_unit=2)``, each chosen sequence before the rejected one.
-        denominators: See `Role.forward_backward`.
     """
     judged = await with_reference(pairs, dispatch[REFERENCE])
-    return await take_step(dispatch[POLICY], judged, OBJECTIVE, denominators)
+    return await take_step(dispatch[POLICY], judged, OBJECTIVE)

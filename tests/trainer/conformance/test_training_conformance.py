@@ -92,10 +92,11 @@ class Megatron(Patient):
 
 
 @pytest.mark.megatron
+@pytest.mark.exhaustive
 class TestOutputsOfMegatron(Megatron, TrainingConformanceBase):
     """Each rank has a part of the vocabulary: log-probabilities, entropies and the most probable tokens are of all parts.
 
-    `make test` compares the rest of megatron with FSDP2, transformers and PEFT, in test_megatron and others.
+    `make test` compares megatron with FSDP2, transformers and PEFT, in test_megatron and others, and heads over ranks in test_head.
     """
 
     test_outputs_are_those_of_transformers = OutputChecks.test_outputs_are_those_of_transformers
