@@ -93,20 +93,6 @@ class Megatron(Patient):
 
 @pytest.mark.megatron
 @pytest.mark.exhaustive
-class TestOutputsOfMegatron(Megatron, TrainingConformanceBase):
-    """Each rank has a part of the vocabulary: log-probabilities, entropies and the most probable tokens are of all parts.
-
-    `make test` compares megatron with FSDP2, transformers and PEFT, in test_megatron and others, and heads over ranks in test_head.
-    """
-
-    test_outputs_are_those_of_transformers = OutputChecks.test_outputs_are_those_of_transformers
-
-    layouts: ClassVar[dict[str, dict[str, Any]]] = {"tensor parallel": {"ranks": 2, "megatron": {"tensor_parallel": 2}}}
-    models = ("qwen3",)
-
-
-@pytest.mark.megatron
-@pytest.mark.exhaustive
 class TestMegatron(Patient, MegatronConformance):
     """Each check."""
 
@@ -133,6 +119,11 @@ class TestMegatronOverContextParallelism(Megatron, InFurtherLayouts):
 @pytest.mark.megatron
 @pytest.mark.exhaustive
 class TestMegatronOfTensorsAndStages(Megatron, InFurtherLayouts):
+    """Each rank has a part of the vocabulary: log-probabilities, entropies and the most probable tokens are of all parts.
+
+    `make test` compares megatron with FSDP2, transformers and PEFT, in test_megatron and others, a head over ranks in test_head.
+    """
+
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}}
     }
