@@ -35,7 +35,6 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--parts", default="one", help=f"of {', '.join(TOTAL_S)}; several with commas")
     parser.add_argument("--only", default="", help="names of steps, with commas; all by default")
-    parser.add_argument("--total-s", type=float, help="most seconds for all steps of a part")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder for gpu.json, gpu.md and logs")
     parser.add_argument("--document", type=Path, help="whose part between the markers becomes the table")
     parser.add_argument("--show", type=Path, metavar="JSON", help="run nothing: show this earlier report")
@@ -96,7 +95,7 @@ def run_all(options: argparse.Namespace, facts: dict[str, Any], ini: Path, env: 
     logs.mkdir(parents=True, exist_ok=True)
     results = []
     for part in options.parts:
-        ends = time.monotonic() + (options.total_s or TOTAL_S[part])
+        ends = time.monotonic() + TOTAL_S[part]
         for step in steps(facts, ini):
             if step.part != part or (only and step.name not in only):
                 continue

@@ -68,8 +68,6 @@ class TestFsdp2OverTensorParallelism(Fsdp2, InFurtherLayouts, StepChecks):
 
 @pytest.mark.exhaustive
 class TestFsdp2OverContextParallelism(Fsdp2, Fsdp2Conformance):
-    """Each check."""
-
     layouts: ClassVar[dict[str, dict[str, Any]]] = {"context parallel": {"ranks": 2, "fsdp2": {"context_parallel": 2}}}
     models = ("qwen3",)
 

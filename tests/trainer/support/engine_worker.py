@@ -134,10 +134,7 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         ]
         self._engine.optim_step(lambda names: None)
         slices = [(name, starts, data) for name, _, starts, data in moment_slices(self._engine, "exp_avg")]
-        return (
-            sum(result.metrics["loss"] for result in results),
-            slices,
-        )
+        return sum(result.metrics["loss"] for result in results), slices
 
     def forward(
         self, rows: int = 6, outputs: tuple[Any, ...] = ("logprobs",), top_k: int = 0, adapter: str | None = None
