@@ -160,8 +160,8 @@ def check_shared_prefixes(model: torch.nn.Module, ordinary: torch.nn.Module) -> 
     assert difference**0.5 < 1e-5 * size**0.5, (difference / size) ** 0.5
 
 
-CONTEXT = ("gpt-oss", "qwen3-tied", "gemma2")
-"""Sliding windows, sinks and experts, which `make test` has; attention by torch's function, as in `test_fsdp2`; soft caps."""
+CONTEXT = ("gemma2", "qwen3-tied", "gpt-oss")
+"""Sliding windows and soft caps, which `make test` has; attention by torch's function, as in `test_fsdp2`; sinks and experts."""
 FURTHER = ("gpt2", "opt", "ministral3", "phimoe", "starcoder", "cohere", "gemma3n", "gemma4", "deepseek-v3")
 """Architectures with other parts that a split row could break: learned positions, scores and rotations by position, one head of
 keys, scaled logits, embeddings of each layer, keys of other layers, keys wider than values. All packing is tested above."""
