@@ -124,7 +124,13 @@ class RankProcess:
         """Write the data of every shard under its number to `file`; returns the shards' other fields."""
         shards = self.engine.local_shards(dtype_of(wire_dtype))
         # A copy each: shards may be views of one storage.
-        save_file({str(number): shard.data.detach().cpu().clone() for number, shard in enumerate(shards)}, file)
+        save_file(
+            {
+                str(number): shard.data.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for number, shard in enumerate(shards)
+            },
+            file,
+        )
         return [
             {
                 "name": shard.spec.name,
