@@ -125,3 +125,22 @@ class TestMegatronOfTensorsAndStages(Megatron, InFurtherLayouts):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}}
     }
+
+
+@pytest.mark.megatron
+@pytest.mark.exhaustive
+class TestMegatronOnFurtherModels(Megatron, TrainingConformanceBase):
+    test_outputs_are_those_of_transformers = OutputChecks.test_outputs_are_those_of_transformers
+    test_gradients = GradientChecks.test_the_gradient_does_not_depend_on_the_split_into_calls_and_micro_batches
+    test_half_precision_is_for_computing_only = GradientChecks.test_half_precision_is_for_computing_only
+    test_shards_are_the_checkpoint_bit_for_bit = ShardChecks.test_shards_are_the_checkpoint_bit_for_bit
+
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {
+        "context parallel": {"ranks": 2, "megatron": {"context_parallel": 2, "distributed_optimizer": True}},
+        "stages": {"ranks": 2, "megatron": {"pipeline_parallel": 2}},
+        "halves": {
+            "ranks": 2,
+            "megatron": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        },
+    }
+    models = ("gpt_oss", "glm4", "qwen3_next")

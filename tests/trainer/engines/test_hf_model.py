@@ -125,6 +125,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         updated("config.json", model_type="mine", architectures=["MineForCausalLM"]),
         "holds a MineForCausalLM, which transformers does not know",
     ),
+    "another name": (updated("config.json", model_type="kimi_k2"), "the same model as deepseek_v3"),
     "no weights": (remove_weights, "holds no weights"),
     "truncated weights": (
         lambda m: shards(m)[0].write_bytes(shards(m)[0].read_bytes()[:-10]),

@@ -11,13 +11,16 @@ import pytest
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.engines.megatron.checkpoint_names import CheckpointShape
+from weightlane.trainer.engines.megatron.checkpoint import CheckpointShape, DeltaShape
 from weightlane.trainer.engines.megatron.model_facts import check_layout, read_model
 
 DENSE = CheckpointShape(
     layers=8, hidden=16, intermediate=24, heads=8, groups=4, head_dim=8, vocab=61, tied=False, qk_norm=True
 )
 EXPERTS = replace(DENSE, layers=4, intermediate=0, experts=6, expert_intermediate=12)
+LINEAR = replace(
+    EXPERTS, delta=DeltaShape(frozenset({0}), key_heads=3, value_heads=6, key_dim=4, value_dim=4, kernel=4)
+)
 
 
 def test_a_layout_that_cannot_work_is_refused_with_what_to_do() -> None:
@@ -36,6 +39,8 @@ def test_a_layout_that_cannot_work_is_refused_with_what_to_do() -> None:
         (EXPERTS, 2, {"expert_parallel": 3}, "does not divide the 2 ranks", "pipeline_parallel x expert_parallel"),
         (EXPERTS, 2, {"tensor_parallel": 2, "expert_parallel": 2}, "needs sequence_parallel", "sequence_parallel=true"),
         (EXPERTS, 2, {"tensor_parallel": 2, "sequence_parallel": True}, "an expert_parallel that", "multiple of 2"),
+        (LINEAR, 2, {"context_parallel": 2}, "has linear attention", "context_parallel to 1"),
+        (LINEAR, 2, {"tensor_parallel": 2}, "does not divide the model's 3 key heads of linear attention", "1."),
     ]
     for model, ranks, layout, problem, hint in cases:
         with pytest.raises(ConfigError, match=problem) as refused:
@@ -44,15 +49,18 @@ def test_a_layout_that_cannot_work_is_refused_with_what_to_do() -> None:
 
 
 def test_a_model_that_would_be_computed_differently_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    config = json.loads((models["qwen3-tied"] / "config.json").read_text())
+    configs = {name: json.loads((models[name] / "config.json").read_text()) for name in ("qwen3-tied", "gpt-oss")}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "is a gpt2 model"),
         ({"hidden_act": "gelu"}, "has the activation gelu"),
         ({"attention_bias": True}, "has biases"),
         ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "scales its rotary embedding"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}, "scales its rotary embedding"),
+        ({"swiglu_alpha": 1.5}, "has swiglu_alpha=1.5"),
+        ({"swiglu_limit": 1.0, "attention_bias": False}, "has no biases in its attention"),
     ]
     for change, problem in cases:
+        config = configs["gpt-oss" if "swiglu" in str(change) else "qwen3-tied"]
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(ConfigError, match=problem) as refused:
             read_model(tmp_path)

@@ -30,11 +30,14 @@ pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is n
 ROWS = 7
 SHAPE = {"rank": 4, "alpha": 6.0}
 RECOMPUTED = {"activation_checkpointing": True}
-MODELS = ("qwen3-tied", "qwen2", "llama-untied", "qwen3-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
+DEEPSEEK = ("deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
+MODELS = ("qwen3-tied", "qwen2", "llama-untied", "qwen3-moe", *DEEPSEEK, "glm4", "gpt-oss")
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD}
 KEYS_VALUES = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *FEED_FORWARD}
-LATENT = {
+OTHER = {
+    "glm4": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"},
+    "gpt-oss": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "deepseek-v2": {"q_proj", *KEYS_VALUES},
     **{key: {"q_a_proj", "q_b_proj", *KEYS_VALUES} for key in ("deepseek-v3", "glm4-moe-lite")},
 }
@@ -58,6 +61,9 @@ LAYOUTS = [
     ),
     exhaustive("glm4-moe", 2, megatron({**SPLIT, "expert_parallel": 2}), id="glm4-moe, sp2, ep2"),
     exhaustive("glm4-moe-lite", 2, megatron({"expert_parallel": 2}), id="glm4-moe-lite, ep2"),
+    exhaustive("glm4", 2, SEQUENCES, id="glm4, sp2"),
+    exhaustive("glm4", 2, megatron({"tensor_parallel": 2}), id="glm4, tp2"),
+    exhaustive("gpt-oss", 2, megatron({**SPLIT, "expert_parallel": 2}), id="gpt-oss, sp2, ep2"),
 ]
 """The model, and the number of ranks and their settings."""
 ONE_STEP = (("forward_backward", 0), ("forward_backward", 1), ("optim_step", 0))
@@ -127,7 +133,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
             assert (total, found) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6))
         gradient = whole([slices for *_, slices in answers])
         assert {key.rpartition(".")[2] for key in gradient} == {
-            f"{target}|{matrix}" for target in LATENT.get(model, ALL) for matrix in "AB"
+            f"{target}|{matrix}" for target in OTHER.get(model, ALL) for matrix in "AB"
         }
         assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 2e-6)
 

@@ -25,15 +25,19 @@ from transformers import (
     AutoModelForTokenClassification,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from waiting import HANG_S
 
@@ -200,10 +204,42 @@ def make_models(root: Path) -> dict[str, Path]:
             **latent, q_lora_rank=None, rope_parameters={**yarn, "mscale_all_dim": 0.9}, routed_scaling_factor=1.5
         ),
         "deepseek-v3": DeepseekV3Config(**latent, **groups, q_lora_rank=6),
+        "kimi-k2": DeepseekV3Config(
+            **{**latent, "n_shared_experts": 1},
+            q_lora_rank=6,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.827,
+            rope_parameters={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        ),
         "glm4-moe": Glm4MoeConfig(
             **{**latent, "num_key_value_heads": 2}, **groups, head_dim=8, use_qk_norm=True, attention_bias=True
         ),
         "glm4-moe-lite": Glm4MoeLiteConfig(**latent, q_lora_rank=6, rms_norm_eps=1e-3),
+        "glm": GlmConfig(**sizes, head_dim=8, pad_token_id=None, attention_bias=False, tie_word_embeddings=True),
+        "glm4": Glm4Config(**sizes, head_dim=8, pad_token_id=None),
+        "gpt-oss": GptOssConfig(
+            **experts,
+            head_dim=8,
+            num_local_experts=4,
+            sliding_window=3,
+            swiglu_limit=0.7,
+            rope_parameters={**yarn, "rope_theta": 20.0, "original_max_position_embeddings": 64, "beta_fast": 4.0}
+            | {"mscale": None, "truncate": False},
+        ),
+        "qwen3-next": Qwen3NextConfig(
+            **experts,
+            head_dim=8,
+            partial_rotary_factor=0.5,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=10,
+            num_experts=4,
+            linear_key_head_dim=6,
+            linear_value_head_dim=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            full_attention_interval=2,
+        ),
         "qwen3-critic": Qwen3Config(**sizes, head_dim=8, num_labels=1),
         "gpt2": GPT2Config(
             n_embd=16, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=32, eos_token_id=3, resid_pdrop=0.5
@@ -219,7 +255,7 @@ def make_models(root: Path) -> dict[str, Path]:
         kind = AutoModelForTokenClassification if name.endswith("-critic") else AutoModelForCausalLM
         model = kind.from_config(config)
         for key, tensor in model.state_dict().items():
-            if key.endswith((NEVER_TRAINED, ".bias")):  # zeros choose nothing, and are the same wherever they are
+            if key.endswith("bias"):  # zeros choose nothing, and are the same wherever they are
                 tensor.uniform_(0.1, 0.9)
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)

@@ -104,7 +104,10 @@ class Oracle:
 
 
 def _model(path: str, dtype: torch.dtype, *, fused: bool = False) -> Any:
-    """transformers' model, unless `fused` with each expert's matrices as linear layers, beside which PEFT puts adapters."""
+    """transformers' model, unless `fused` with each expert's matrices as linear layers, beside which PEFT puts adapters.
+
+    Not those of GPT-OSS, which are no linear layers in its checkpoints.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
@@ -112,7 +115,7 @@ def _model(path: str, dtype: torch.dtype, *, fused: bool = False) -> Any:
         return model
     model.config.model_type = "unfused"  # else PEFT would convert adapters for fused experts
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "experts"):
+        if hasattr(layer.mlp, "experts") and not hasattr(layer.mlp.experts, "gate_up_proj_bias"):
             layer.mlp.experts = _Experts(layer.mlp.experts)
     return model
 

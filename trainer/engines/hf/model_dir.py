@@ -26,6 +26,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 _HALF = {torch.bfloat16, torch.float16}
+_SAME_MODELS = {"kimi_k2": "deepseek_v3"}
+"""Values of ``model_type`` for models that transformers has by another name."""
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 
@@ -194,6 +196,11 @@ def _language_model_config(path: Path, raw: Mapping[str, Any], head: str) -> tup
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise _error(f"{path / 'config.json'} names no model_type.", "Is it the configuration of a transformers model?")
+    if model_type in _SAME_MODELS:
+        raise _error(
+            f"{path} holds a {model_type}, a name that transformers does not know.",
+            f"It is the same model as {_SAME_MODELS[model_type]}: set model_type to that in its config.json.",
+        )
     expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     names = raw.get("architectures") or ([expected] if isinstance(expected, str) else [])
     accepted = {expected} if isinstance(expected, str) else set(expected or ())

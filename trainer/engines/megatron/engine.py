@@ -31,7 +31,7 @@ from ..lora.saved import SavedAdapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
-from .checkpoint_names import checkpoint_shapes
+from .checkpoint import checkpoint_shapes
 from .loading import check_files, load_model
 from .model_facts import check_layout, read_model
 

@@ -15,7 +15,7 @@ from ..hf.training_state import TrainedSlice, check_state
 from ..lora.saved import check_adapters
 from ..optimizer_settings import MOMENTS
 from ..rank_collectives import on_every_rank
-from .checkpoint_names import EXPERT_BIAS, HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
+from .checkpoint import EXPERT_BIAS, HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
 
 
 def load_model(
@@ -77,5 +77,7 @@ def _fitting_tensors(
 
 def _is_extra_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether tensor `name` is of a layer after the last one, which predicts further tokens and is not trained."""
+    if name.startswith("mtp."):
+        return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and name not in shapes and f"{match[0]}input_layernorm.weight" not in shapes

@@ -1,7 +1,7 @@
 """Adapters of megatron-core's parallel linear layers, under the names of the Hugging Face layers that these fuse or split.
 
 Each Hugging Face layer has its own A and B: ``linear_qkv`` has three pairs, and ``linear_fc1`` two. The outputs of the B's are
-arranged like the rows of the fused matrix (see `checkpoint_names`). Ranks exchange only tensors of the adapter's rank. Each
+arranged like the rows of the fused matrix (see `checkpoint.names`). Ranks exchange only tensors of the adapter's rank. Each
 expert's layers have their own, too, on the rank of expert parallelism that has the expert; all tokens of the expert are there.
 """
 
@@ -22,12 +22,14 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from weightlane.ckpt_engines import ConfigError
+
 from ...config import LoraConfig, MegatronConfig
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.sites import LoraSite, chosen_sites
-from .checkpoint_names import CheckpointShape, Coordinates, checkpoint_shapes
+from .checkpoint import CheckpointShape, Coordinates, checkpoint_shapes
 from .weights import unwrapped
 
 
@@ -41,6 +43,8 @@ class _Fused:
     """Contiguous rows of each of `sites` in the fused matrix. A rank's rows are a sequence of groups, each with these rows."""
     cut: _Cut
     sequence_parallel: bool
+    ranks: tuple[int, int] = (0, 1)
+    """Rank and number of ranks of tensor parallelism, if each has rows of the gate and of up out of one fused layer's B."""
 
 
 _Cut = Literal["rows", "columns", "", "expert"]
@@ -52,8 +56,18 @@ A layer that is not cut is on every rank, each with its own positions under sequ
 
 def check_lora(model: CheckpointShape, config: LoraConfig) -> None:
     """Raise `ConfigError` for an adapter with a target that the model does not have."""
+    _refuse_linear_attention(model)
     layers = _linear_layers(model).items()
     chosen_sites([LoraSite(name, *shape, (0, shape[0]), (0, shape[1])) for name, shape in layers], config)
+
+
+def _refuse_linear_attention(model: CheckpointShape) -> None:
+    if model.delta:
+        raise ConfigError(
+            "the megatron engine has no adapters for a model with linear attention.",
+            part="lora adapter",
+            hint="Use trainer.engine=fsdp2 for them, or train the weights themselves.",
+        )
 
 
 class MegatronAdapted:
@@ -76,6 +90,7 @@ class MegatronAdapted:
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
+        _refuse_linear_attention(self._model)
         layers = [
             fused for chunk in self._chunks for layer in chunk.decoder.layers for fused in self._fused_layers(layer)
         ]
@@ -93,6 +108,8 @@ class MegatronAdapted:
         if not model.has_experts(layer.layer_number - 1):
             yield from self._feed_forward(layer.mlp, f"{prefix}.mlp", model.intermediate)
             return
+        if model.gpt_oss:
+            return  # as in transformers, its experts are no linear layers
         for local, expert in enumerate(layer.mlp.experts.local_experts):
             number = self._at.first_expert(model) + local
             yield from self._feed_forward(expert, f"{prefix}.mlp.experts.{number}", model.expert_intermediate, "expert")
@@ -120,9 +137,15 @@ class MegatronAdapted:
         yield self._fused(attention.linear_proj, [f"{prefix}.o_proj"], (), "columns")
 
     def _feed_forward(self, mlp: Any, prefix: str, intermediate: int, kind: _Cut = "") -> Iterator[_Fused]:
-        half = intermediate if kind else intermediate // parallel_state.get_tensor_model_parallel_world_size()
-        both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        yield self._fused(mlp.linear_fc1, both, (half, half), kind or "rows")
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        half = intermediate if kind else intermediate // ranks
+        if self._model.fused_gate:
+            whole = self._site(f"{prefix}.gate_up_proj", "rows", held_whole=True)
+            place = self._at.tensor_rank, ranks
+            yield _Fused(mlp.linear_fc1, (whole,), (2 * half,), "rows", self._sequence_parallel, place)
+        else:
+            both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+            yield self._fused(mlp.linear_fc1, both, (half, half), kind or "rows")
         yield self._fused(mlp.linear_fc2, [f"{prefix}.down_proj"], (), kind or "columns")
 
     def _fused(self, linear: Any, names: Sequence[str], group_rows: tuple[int, ...], cut: _Cut) -> _Fused:
@@ -130,13 +153,16 @@ class MegatronAdapted:
         sites = tuple(self._site(name, cut) for name in names)
         return _Fused(linear, sites, group_rows or (sites[0].held_rows[1],), cut, self._sequence_parallel)
 
-    def _site(self, module: str, cut: _Cut) -> LoraSite:
+    def _site(self, module: str, cut: _Cut, *, held_whole: bool = False) -> LoraSite:
+        """Describe an adapter's part on this rank; `held_whole` for a B of which it has all rows, and computes with some."""
         rows, columns = self._linears[module]
         split = (rows if cut == "rows" else columns) // parallel_state.get_tensor_model_parallel_world_size()
         part = (self._at.tensor_rank * split, split)
         held_rows, held_columns = part if cut == "rows" else (0, rows), part if cut == "columns" else (0, columns)
         # Each rank of sequence parallelism has the gradient of its own positions only. An expert's rank has that of all.
         positions = {"rows": "A", "columns": "B", "": "AB", "expert": ""}[cut] if self._sequence_parallel else ""
+        if held_whole:
+            held_rows, positions = (0, rows), f"{positions}B"
         return LoraSite(module, rows, columns, held_rows, held_columns, frozenset(positions), cut == "expert")
 
 
@@ -201,13 +227,16 @@ def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tens
     else:
         low = copy_to_tensor_model_parallel_region(low)
     lows = iter(torch.split(low, [pair.width for pair in pairs if pair is not None], dim=-1))
-    groups = fused.sites[0].held_rows[1] // fused.group_rows[0]
+    groups = 1 if fused.ranks[1] > 1 else fused.sites[0].held_rows[1] // fused.group_rows[0]
     parts = []
     for pair, rows in zip(pairs, fused.group_rows, strict=True):
         if pair is None:
             parts.append(low.new_zeros(*low.shape[:-1], groups, rows))
-        else:
-            parts.append(pair.raised(next(lows)).view(*low.shape[:-1], groups, rows))
+            continue
+        raised, (rank, ranks) = pair.raised(next(lows)), fused.ranks
+        if ranks > 1:
+            raised = raised.view(*low.shape[:-1], 2, ranks, -1)[..., rank, :].flatten(-2)
+        parts.append(raised.view(*low.shape[:-1], groups, rows))
     return torch.cat(parts, dim=-1).flatten(-2)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -20,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from ...config import TrainerConfig
 from .head import prepared_head
-from .layers import decoder_spec
+from .layers import AlternatingLinear, decoder_spec
 from .model_facts import ModelFacts
 
 
@@ -29,10 +30,11 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return megatron-core's configuration of the model and of its parallel layout."""
     shape, layout = facts.shape, config.megatron
+    windows = [window for window in facts.windows if window is not None]
     recompute: dict[str, Any] = {}
     if config.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return (MLATransformerConfig if shape.latent else TransformerConfig)(
+    made = (MLATransformerConfig if shape.latent else TransformerConfig)(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.intermediate or shape.expert_intermediate,
@@ -42,9 +44,17 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=facts.norm_eps,
         qk_layernorm=shape.qk_norm,
+        layernorm_zero_centered_gamma=bool(shape.delta),
+        attention_output_gate=bool(shape.delta),
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu if facts.activation_limit is None else quick_gelu,
+        activation_func_clamp_value=facts.activation_limit,
+        glu_linear_offset=0.0 if facts.activation_limit is None else 1.0,
+        rotary_interleaved=facts.rotary_interleaved,
+        window_size=(windows[0] - 1, 0) if windows else None,
+        window_attn_skip_freq=[int(window is not None) for window in facts.windows] or None,
+        softmax_type="learnable" if shape.gpt_oss else "vanilla",
+        add_bias_linear=shape.gpt_oss,
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -77,6 +87,10 @@ def transformer_config(
         **_experts(facts),
         **_latent(facts),
     )
+    if not shape.latent:
+        for key, value in facts.yarn.items():  # megatron-core reads these, and declares them for latent attention only
+            setattr(made, f"yarn_{key}", value)
+    return made
 
 
 def _experts(facts: ModelFacts) -> dict[str, Any]:
@@ -90,6 +104,7 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.expert_intermediate,
         "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.layers)],
         "moe_shared_expert_intermediate_size": shape.shared_intermediate or None,
+        "moe_shared_expert_gate": bool(shape.delta),
         "moe_router_topk": routing.experts_per_token,
         "moe_router_score_function": routing.scores,
         # Softmax over the chosen experts only is softmax over all, renormalised.
@@ -135,13 +150,13 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
         chunks.append(
             GPTModel(
                 config,
-                decoder_spec(config, qk_norm=shape.qk_norm, chunk=stage),
+                decoder_spec(config, shape, chunk=stage),
                 vocab_size=padded,
                 max_sequence_length=facts.max_positions,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
                 share_embeddings_and_output_weights=shape.tied,
-                position_embedding_type="rope",
+                position_embedding_type="yarn" if facts.yarn and not shape.latent else "rope",
                 rotary_base=facts.rope_theta,
                 rotary_percent=facts.rotary_share,
                 rope_scaling=facts.rope_factor is not None,
@@ -168,11 +183,17 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
     megatron-core's gradient norm counts parameters that are not marked as split only on tensor parallel rank 0. Zeros matter for
     the padding of the vocabulary, which no checkpoint fills.
     """
-    cut = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    cut = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, AlternatingLinear: 0, RowParallelLinear: 1}
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
         if type(module) in cut and weight is not None:
             set_tensor_model_parallel_attributes(weight, True, cut[type(module)], 1)
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            # It is no copy of another rank's bias, as that of other layers is.
+            set_tensor_model_parallel_attributes(module.bias, True, 0, 1)
+            module.bias.sequence_parallel = False
+            # A sum over this one rank would be a view, to which megatron-core could not add the bias in place.
+            module.explicit_expert_comm = True
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.zero_()

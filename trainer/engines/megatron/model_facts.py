@@ -10,13 +10,19 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import Head, TrainerConfig
-from .checkpoint_names import CheckpointShape, LatentShape
+from .checkpoint import CheckpointShape, DeltaShape, LatentShape
 
 _PART = "megatron engine"
-_PLAIN = ("qwen2", "qwen3", "llama", "qwen3_moe")
+_GLM = ("glm", "glm4")
+_PLAIN = ("qwen2", "qwen3", "llama", "qwen3_moe", "qwen3_next", *_GLM)
 _DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Models with DeepSeek's shared and routed experts. ``glm4_moe`` does not have its multi-latent attention."""
-_SUPPORTED = (*_PLAIN, *_DEEPSEEK)
+_SUPPORTED = (*_PLAIN, *_DEEPSEEK, "gpt_oss")
+_BIASED = ("glm4_moe", "gpt_oss", *_GLM)
+"""Models whose ``attention_bias`` is computed as in transformers; beside the biases that Qwen2 has, GPT-OSS has others."""
+_PARTLY_ROTATED = ("glm4_moe", "qwen3_next", *_GLM)
+_SWIGLU_ALPHA = 1.702
+"""The factor in GPT-OSS's activation; megatron-core's is fixed."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings that are fixed in megatron-core's scaling of rotary frequencies; only ``factor`` can be set."""
 
@@ -49,10 +55,16 @@ class ModelFacts:
     max_positions: int
     rotary_share: float
     """Share of a head that is rotated."""
+    rotary_interleaved: bool
+    """Whether neighbours are rotated with each other, and not the halves of what is rotated."""
     routing: Routing | None
     """None without experts."""
-    yarn: Mapping[str, float]
+    yarn: Mapping[str, float | None]
     """YaRN's scaling of rotary frequencies (arXiv 2309.00071), as megatron-core's settings; empty without."""
+    windows: tuple[int | None, ...] = ()
+    """Number of tokens that each one sees in each layer, itself included, None for all before it; empty for all in all layers."""
+    activation_limit: float | None = None
+    """Bound of the inputs of GPT-OSS's activation; None for SwiGLU."""
 
 
 def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
@@ -82,19 +94,20 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
         raise refuse(f"is a {config.model_type} model, of which transformers has no critic")
     if config.hidden_act != "silu":
         raise refuse(f"has the activation {config.hidden_act}")
-    # In GLM-4-MoE, attention_bias means the biases that Qwen2 has, too.
-    if (getattr(config, "attention_bias", False) and config.model_type != "glm4_moe") or getattr(
+    if (getattr(config, "attention_bias", False) and config.model_type not in _BIASED) or getattr(
         config, "mlp_bias", False
     ):
         raise refuse("has biases in its linear layers")
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or getattr(
-        config, "use_sliding_window", False
-    ):
+    gpt_oss = config.model_type == "gpt_oss"
+    layer_types = getattr(config, "layer_types", None) or ()
+    linear = {"linear_attention"} if config.model_type == "qwen3_next" else set()
+    if (set(layer_types) - {"full_attention"} - linear and not gpt_oss) or getattr(config, "use_sliding_window", False):
         raise refuse("has sliding windows")
     if getattr(config, "attention_dropout", 0.0):
         raise refuse("has dropout")
     rope = dict(config.rope_parameters)
-    shape, routing = (_deepseek if config.model_type in _DEEPSEEK else _plain)(config, refuse)
+    read = _gpt_oss if gpt_oss else _deepseek if config.model_type in _DEEPSEEK else _plain
+    shape, routing = read(config, refuse)
     if head == "value":
         shape = replace(shape, valued=True, tied=False)
     return ModelFacts(
@@ -103,9 +116,14 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
         rope_theta=float(rope["rope_theta"]),
         rope_factor=_llama3_factor(rope, shape, refuse),
         max_positions=config.max_position_embeddings,
-        rotary_share=float(rope.get("partial_rotary_factor") or 1) if config.model_type == "glm4_moe" else 1.0,
+        rotary_share=float(rope.get("partial_rotary_factor") or 1) if config.model_type in _PARTLY_ROTATED else 1.0,
+        rotary_interleaved=config.model_type in _GLM,
         routing=routing,
         yarn=_yarn(rope, shape, refuse),
+        windows=tuple(config.sliding_window if kind == "sliding_attention" else None for kind in layer_types)
+        if gpt_oss
+        else (),
+        activation_limit=float(config.swiglu_limit) if gpt_oss else None,
     )
 
 
@@ -113,8 +131,9 @@ _Refuse = Callable[[str], ConfigError]
 
 
 def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | None]:
-    """Read the configuration of Qwen2, Qwen3, Llama or Qwen3-MoE."""
-    moe = config.model_type == "qwen3_moe"
+    """Read the configuration of Qwen2, Qwen3, Llama, Qwen3-MoE, Qwen3-Next, GLM or GLM-4."""
+    gated = config.model_type == "qwen3_next"
+    moe = gated or config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
     heads = config.num_attention_heads
@@ -128,11 +147,50 @@ def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | Non
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
         qk_norm=config.model_type.startswith("qwen3"),
-        qkv_bias=config.model_type == "qwen2",
+        qkv_bias=config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
         experts=config.num_experts if moe else 0,
         expert_intermediate=config.moe_intermediate_size if moe else 0,
+        shared_intermediate=config.shared_expert_intermediate_size if gated else 0,
+        delta=_delta(config) if gated else None,
+        fused_gate=config.model_type in _GLM,
+        output_norms=config.model_type == "glm4",
     )
     return shape, Routing(config.num_experts_per_tok, bool(config.norm_topk_prob)) if moe else None
+
+
+def _delta(config: Any) -> DeltaShape:
+    return DeltaShape(
+        layers=frozenset(number for number, kind in enumerate(config.layer_types) if kind == "linear_attention"),
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        kernel=config.linear_conv_kernel_dim,
+    )
+
+
+def _gpt_oss(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
+    """Read the configuration of GPT-OSS."""
+    if not config.attention_bias:
+        raise refuse("has no biases in its attention")
+    if config.swiglu_alpha != _SWIGLU_ALPHA:
+        raise refuse(f"has swiglu_alpha={config.swiglu_alpha:g}")
+    shape = CheckpointShape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        intermediate=0,
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        qk_norm=False,
+        qkv_bias=True,
+        experts=config.num_local_experts,
+        expert_intermediate=config.intermediate_size,
+        gpt_oss=True,
+    )
+    return shape, Routing(config.num_experts_per_tok, renormalize=True)
 
 
 def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
@@ -207,16 +265,18 @@ def _llama3_factor(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Ref
     kind, usual = rope["rope_type"], all(rope.get(key) == value for key, value in _LLAMA3_ROPE.items())
     if kind == "llama3" and usual and not shape.latent:
         return float(rope["factor"])
-    if kind == "default" or (kind == "yarn" and shape.latent):
+    if kind in ("default", "yarn"):
         return None
     raise refuse(f"scales its rotary embedding by {dict(rope)}")
 
 
-def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> dict[str, float]:
-    if rope["rope_type"] != "yarn" or not shape.latent:
+def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> dict[str, float | None]:
+    if rope["rope_type"] != "yarn":
         return {}
-    mscales = {key: float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim")}
-    if "attention_factor" in rope or rope.get("truncate") is False or 0 in mscales.values():
+    mscales = {key: float(rope.get(key) or 0) or None for key in ("mscale", "mscale_all_dim")}
+    rounded = rope.get("truncate") is not False
+    fixed = shape.latent and (None in mscales.values() or not rounded)  # megatron-core has no setting for this
+    if fixed or "attention_factor" in rope or "original_max_position_embeddings" not in rope:
         raise refuse(f"scales its rotary embedding by {dict(rope)}")
     return {
         "rotary_scaling_factor": float(rope["factor"]),
@@ -224,6 +284,7 @@ def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> d
         "beta_fast": float(rope.get("beta_fast") or 32),
         "beta_slow": float(rope.get("beta_slow") or 1),
         **mscales,
+        **({} if shape.latent else {"correction_range_round_to_int": rounded}),
     }
 
 
@@ -259,6 +320,14 @@ def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> N
     )
     divides("tensor_parallel", tensor, model.heads, "attention heads")
     divides("tensor_parallel", tensor, model.groups, "key and value heads")
+    if model.delta:
+        divides("tensor_parallel", tensor, model.delta.key_heads, "key heads of linear attention")
+        need(
+            context == 1,
+            f"trainer.megatron.context_parallel={context}, but the model has linear attention, whose state goes from token to"
+            " token.",
+            "Set trainer.megatron.context_parallel to 1.",
+        )
     if model.intermediate:
         divides("tensor_parallel", tensor, model.intermediate, "rows of its feed-forward layers")
     if model.shared_intermediate:

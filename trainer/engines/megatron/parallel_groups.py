@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import TrainerConfig
-from .checkpoint_names import Coordinates
+from .checkpoint import Coordinates
 
 _LOCK = threading.Lock()
 """Guards `_current`: engines may be in several threads of a process."""

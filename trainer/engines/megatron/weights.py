@@ -19,13 +19,13 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.version.box import Box, boxes_of_run
+from weightlane.sync.version.box import boxes_of_run
 
 from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
 from ..hf.training_state import TrainedSlice
 from ..optimizer_settings import MOMENTS, init_optimizer_state
-from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
+from .checkpoint import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
@@ -90,8 +90,7 @@ def weight_slices(
             found[weight.name].append(weight)
     for buffer in (tensor for tensor in pieces if not isinstance(tensor, torch.nn.Parameter)):
         for piece in pieces[buffer]:
-            box = Box(piece.starts, piece.box.shape)
-            found[piece.name].append(TrainedSlice(piece.name, box, buffer[piece.box.index], {}))
+            found[piece.name].append(TrainedSlice(piece.name, piece.place(piece.box), buffer[piece.box.index], {}))
     return [piece for slices in found.values() for piece in slices]
 
 
@@ -233,13 +232,9 @@ def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[Trained
             common = piece.box.intersect(box)
             if common is None:
                 continue
-            starts = tuple(
-                first + low - offset
-                for first, low, offset in zip(piece.starts, common.starts, piece.box.starts, strict=True)
-            )
             index = common.within(box).index
-            views = {key: moment[index] for key, moment in zip(flats, moments, strict=True)}
-            yield TrainedSlice(piece.name, Box(starts, common.shape), weight[index], views)
+            views = {key: piece.turned(moment[index]) for key, moment in zip(flats, moments, strict=True)}
+            yield TrainedSlice(piece.name, piece.place(common), piece.turned(weight[index]), views)
 
 
 def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:

@@ -5,11 +5,16 @@ Without TransformerEngine, megatron-core has neither for training with sequence 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,9 +33,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from megatron.core.transformer.utils import is_layer_window_attention
 
-from ..attention import packed_attention
-from .rows import PackedRow
+from ...attention import packed_attention
+from ..checkpoint import CheckpointShape
+from ..rows import PackedRow
+from .gated_delta_net import GatedDeltaNet
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16.1 compares it to None, but defines it only if TransformerEngine is installed.
@@ -48,7 +56,7 @@ class RmsNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self._eps = eps
+        self._eps, self._offset = eps, float(config.layernorm_zero_centered_gamma)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
@@ -56,6 +64,8 @@ class RmsNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise [..., hidden_size] of any floating dtype; the result has the same shape."""
         normal = torch.nn.functional.rms_norm(hidden.float(), (hidden.shape[-1],), eps=self._eps)
+        if self._offset:
+            return (normal * (self._offset + self.weight.float())).to(hidden.dtype)
         return self.weight * normal.to(hidden.dtype)
 
 
@@ -72,8 +82,16 @@ class CausalAttention(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        del config, layer_number, attn_mask_type, attention_type
+        del attn_mask_type, attention_type
         self._scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            device = None if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -85,7 +103,37 @@ class CausalAttention(torch.nn.Module):
         **__: Any,
     ) -> torch.Tensor:
         """Attend within each sequence: see `packed_attention` for the shapes."""
-        return packed_attention(query, key, value, packed_seq_params.segments, scale=self._scale).contiguous()
+        options: dict[str, Any] = {"scale": self._scale, "window": self._window, "sinks": self.softmax_offset}
+        return packed_attention(query, key, value, packed_seq_params.segments, **options).contiguous()
+
+
+class AlternatingLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core is untyped to us
+    """The first layer of an expert whose rows are those of gate and up in turns, as in GPT-OSS's checkpoints."""
+
+    def forward(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and bias as megatron-core expects them: those of the gate, then those of up."""
+        output, bias = (
+            torch.cat([each[..., ::2], each[..., 1::2]], -1) for each in super().forward(*arguments, **options)
+        )
+        return output, bias
+
+
+class NormedAdd(torch.nn.Module):
+    """Adds the norm of a layer's output to its input."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *_: Any) -> Callable[[Any, torch.Tensor, float], torch.Tensor]:
+        """Return a function of the output, which is a tensor and a bias or None; of the input; and of the dropout, which is 0."""
+
+        def add(given: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, _: float) -> torch.Tensor:
+            output, bias = given
+            normal: torch.Tensor = self.norm(output if bias is None else output + bias)
+            return residual + normal
+
+        return add
 
 
 _LATENT_EPS = 1e-6
@@ -125,29 +173,32 @@ class _WholeLinear(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
-def decoder_spec(config: TransformerConfig, *, qk_norm: bool, chunk: int | None) -> TransformerBlockSubmodules:
+def decoder_spec(config: TransformerConfig, model: CheckpointShape, *, chunk: int | None) -> TransformerBlockSubmodules:
     """Describe the decoder layers of this pipeline stage, or of its virtual stage `chunk`."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    of_expert = MLPSubmodules(linear_fc1=AlternatingLinear, linear_fc2=RowParallelLinear) if model.gpt_oss else linears
     dense = ModuleSpec(module=MLP, submodules=linears)
     experts = ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=ModuleSpec(module=SequentialMLP, submodules=of_expert),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )
-    attention = _latent_attention() if config.multi_latent_attention else _attention(qk_norm)
+    attention = _latent_attention() if config.multi_latent_attention else _attention(model.qk_norm)
+    linear = ModuleSpec(module=GatedDeltaNet, params={"delta": model.delta})
+    add = ModuleSpec(module=NormedAdd, params={"config": config}) if model.output_norms else get_bias_dropout_add
 
     def layer(number: int) -> ModuleSpec:
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=RmsNorm,
-                self_attention=attention,
-                self_attn_bda=get_bias_dropout_add,
+                self_attention=linear if model.is_linear(number) else attention,
+                self_attn_bda=add,
                 pre_mlp_layernorm=RmsNorm,
                 mlp=experts if config.num_moe_experts and config.moe_layer_freq[number] else dense,
-                mlp_bda=get_bias_dropout_add,
+                mlp_bda=add,
             ),
         )
 
