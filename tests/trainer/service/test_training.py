@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from both_paths import steps_of_the_example, weights_of_train
+from both_paths import algorithm_of, reinforced_steps, state_tensors, supervised_steps, trained_by_jobs
 from float64_reference import VOCAB, Float64Model
 from service_process import SDK, TOKENS, ServiceProcess
 from tiny_models import load_tensors
@@ -93,22 +93,42 @@ def test_log_probabilities_and_steps_are_those_of_float64(service: ServiceProces
     assert off_norm / moved_norm < 1e-5
 
 
-def test_the_example_takes_the_steps_of_weightlane_train_on_the_same_samples(
+def test_the_example_a_run_and_a_worker_take_the_same_steps_bit_for_bit(
     all_weights: ServiceProcess, model: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit; but for rounding where a prompt has targets, which only the service computes."""
-    for prompt, far, objective, loss in (
-        ([7], 0.1, "dual_clip", ("importance_sampling",)),  # as in the examples; nothing is clipped of so new samples
-        ([7], 0.6, "grpo", ("ppo", CLIPS)),
-        ([7], 0.6, "cispo", ("cispo", CLIPS)),
-        ([5, 17, 200], 0.1, "dual_clip", ("importance_sampling",)),
+    """Weights and the optimizer's state; but for rounding where a prompt has targets, which only the service computes."""
+    before = load_tensors(model)
+    for number, (prompt, far, objective, loss) in enumerate(
+        (
+            (
+                [7],
+                0.1,
+                "dual_clip",
+                ("importance_sampling",),
+            ),  # as in the examples; nothing is clipped of so new samples
+            ([7], 0.6, "grpo", ("ppo", CLIPS)),
+            ([7], 0.6, "cispo", ("cispo", CLIPS)),
+            ([7], 0.0, "supervised", ()),
+            ([5, 17, 200], 0.1, "dual_clip", ("importance_sampling",)),
+        )
     ):
         training = all_weights.client().create_lora_training_client("tiny", 4).result(HANG_S)
         assert (training.get_info().is_lora, training.get_info().lora_rank) == (False, None)
-        steps = steps_of_the_example(training, prompt, far, *loss)
-        before, found = load_tensors(model), saved(all_weights, training, "example")
-        expected = weights_of_train(model, steps, objective, tmp_path / f"{objective}-{len(prompt)}")
-        assert len(prompt) > 1 or not differing(found, expected), objective
+        algorithm = algorithm_of("grpo" if objective == "supervised" else objective)
+        if objective == "supervised":
+            jobs = supervised_steps(training, prompt)
+        else:
+            jobs = reinforced_steps(training, prompt, far, algorithm, *loss)
+        found, path = saved(all_weights, training, "example"), training.save_state("state").result(HANG_S).path
+        expected, state = trained_by_jobs(model, jobs, algorithm, tmp_path / f"run-{number}", worker=False)
+        for name in expected:
+            assert f"exp_avg|{name}|{','.join('0' * expected[name].dim())}" in state
+        by_worker, its_state = trained_by_jobs(model, jobs, algorithm, tmp_path / f"worker-{number}", worker=True)
+        assert not differing(by_worker, expected), objective
+        assert not differing(its_state, state), objective
+        if len(prompt) == 1:
+            assert not differing(found, expected), objective
+            assert not differing(state_tensors(all_weights.checkpoint(path)), state), objective
         both = [torch.cat([(each[name] - expected[name]).flatten() for name in expected]) for each in (before, found)]
         assert both[1].norm() < 1e-4 * both[0].norm()
 
