@@ -36,6 +36,7 @@ ALONE = {**LORA, "publish": "adapter"}
 EXPERTS = {"expert_parallel": 2, "distributed_optimizer": True}
 LAYOUTS = [
     exhaustive({}, id="fsdp2-2"),
+    exhaustive({"model": "qwen3-moe"}, id="fsdp2-2, experts"),
     case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-sp2"),
     exhaustive(
         megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True), id="megatron-pp2"

@@ -239,7 +239,9 @@ class Fsdp2Engine(ProgramEngine):
         tensors = checkpoint_tensors(model)
         runs = checkpoint_runs(model, tensors)
         adapters = SavedAdapters.read(state)
-        adapters.refuse_layers_beyond({run.source.removesuffix(".weight") for run in runs}, state)
+        adapters.refuse_layers_beyond(
+            {n.removesuffix(".weight") for run in runs for n in (run.name, run.source)}, state
+        )
         export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
 
     def close(self) -> None:

@@ -47,7 +47,8 @@ def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
         parallel_styles(model)
     check_context(config, model)
     if config.lora is not None:
-        check_adapter(model, decoder_layers(model), config.lora)
+        runs = checkpoint_runs(model, checkpoint_tensors(model))
+        check_adapter(model, decoder_layers(model), runs, config.lora)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Adapters of the linear layers of a transformers model under FSDP2, with or without tensor parallelism."""
+"""Adapters of a transformers model under FSDP2, with or without tensor parallelism: beside linear layers, and of experts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.sites import LoraSite, chosen_sites
 from ..rank_collectives import copied, summed
+from .expert_lora import stacked_experts
 from .mesh import RankMesh
 
 
 class Fsdp2Adapted:
-    """The linear layers in the decoder layers of a model that `RankMesh` sharded, for `Adapters`, without fused experts."""
+    """The linear layers and experts in the decoder layers of a model that `RankMesh` sharded, for `Adapters`."""
 
     def __init__(
         self,
@@ -29,12 +30,15 @@ class Fsdp2Adapted:
         runs: Sequence[CheckpointRun],
     ) -> None:
         self._linears = _linears(model, layers)
-        modules = {run.name: run.source.removesuffix(".weight") for run in runs}
-        self.weights = {
-            run.name: (module, run.offset // self._linears[module].in_features)
-            for run in runs
-            if (module := modules[run.name]) in self._linears and run.source == f"{module}.weight"
-        }
+        self._experts = stacked_experts(model, layers, runs)
+        of_experts = {site.module for each in self._experts for site in each.sites}
+        self.weights: dict[str, tuple[str, int]] = {}
+        for run in runs:
+            module = run.source.removesuffix(".weight")
+            if module in self._linears and run.source == f"{module}.weight":
+                self.weights[run.name] = module, run.offset // self._linears[module].in_features
+            elif (module := run.name.removesuffix(".weight")) in of_experts:
+                self.weights[run.name] = module, 0
         tensor = None if mesh.tensor is None else mesh.tensor.get_group()
         self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.first_of_tensor)
 
@@ -47,12 +51,18 @@ class Fsdp2Adapted:
             # tensor.
             linear.register_forward_pre_hook(beside.keep_input, prepend=True)
             linear.register_forward_hook(beside.add_output)
+        for experts in self._experts:
+            experts.install(pair_of)
+            sites += experts.sites
         return sites, {site.module: (site.rows, site.columns) for site in sites}
 
 
-def check_adapter(model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: LoraConfig) -> None:
+def check_adapter(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Module], runs: Sequence[CheckpointRun], config: LoraConfig
+) -> None:
     """Raise the `ConfigError` that an adapter for `model` would raise; parameters may be on the meta device."""
-    chosen_sites([_site(name, module) for name, module in _linears(model, layers).items()], config)
+    sites = [_site(name, module) for name, module in _linears(model, layers).items()]
+    chosen_sites([*sites, *(site for each in stacked_experts(model, layers, runs) for site in each.sites)], config)
 
 
 def _linears(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Linear]:

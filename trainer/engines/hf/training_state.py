@@ -147,8 +147,8 @@ def export_saved(
     """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. Raises as `check_state`.
 
     `runs` are the checkpoint tensors of the model, and `tensors`, which may be on the meta device, what they are runs of, by
-    in-memory name; `merged` gets each name with its values, and returns those that are written. In memory at a time: one of
-    `tensors`, and what is written of it.
+    in-memory name. `merged` gets each in-memory name with its values, and then each other name on disk with its own, and returns
+    those that are written. In memory at a time: one of `tensors`, and what is written of it.
     """
     saved = _SavedState.read(state)
     saved.refuse_other(state, {run.name: run.shape for run in runs}, ())
@@ -177,7 +177,8 @@ def export_saved(
 
         def values_of(shard: LocalShard) -> torch.Tensor:
             run = own[shard.spec.name]
-            return stored(run.source).flatten()[run.offset : run.offset + shard.spec.numel].view(run.shape)
+            values = stored(run.source).flatten()[run.offset : run.offset + shard.spec.numel].view(run.shape)
+            return values if run.name == run.source else merged(run.name, values)
 
         export_alone(directory, about, [shard_of(run) for run in runs], values_of)
 

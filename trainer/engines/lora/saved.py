@@ -98,7 +98,7 @@ class SavedAdapters:
     def refuse_layers_beyond(self, known: Collection[str], directory: Path) -> None:
         """Raise `ConfigError` if one of these adapters, read from `directory`, is beside a layer that is not in `known`.
 
-        An engine that has no adapters beside that layer, as `fsdp2` beside experts, would drop what was trained there.
+        An engine that has no adapters beside that layer would drop what was trained there.
         """
         for key in self.tensors:
             name, module, *_ = key.split("|")
