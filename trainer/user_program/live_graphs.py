@@ -10,7 +10,6 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from .inputs import PART
-from .packed_pass import PassKind
 
 RunBackward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Collection[str]], None]
 """Runs the backward pass from outputs and the gradients by them; the names are those of slots on which the loss depends."""
@@ -24,30 +23,33 @@ class LiveGraph:
     does.
 
     Args:
-        kind: Which gradients the backward pass makes.
+        number: The number of the forward pass, equal on all ranks.
         slots: The slots of the pass.
         outputs: The outputs for the program, each with its slot.
         spare: Further tensors of the graph, with a gradient of zeros: they make the graph the same on every rank.
         nbytes: The graph's estimated memory.
         run: Runs the backward pass.
+        together: Whether a backward pass needs all ranks at the same pass, so that only `PassRunner.backward` can run it.
     """
 
     def __init__(
         self,
-        kind: PassKind,
+        number: int,
         slots: Collection[str],
         outputs: Sequence[tuple[str, torch.Tensor]],
         spare: Sequence[torch.Tensor],
         nbytes: int,
         run: RunBackward,
+        *,
+        together: bool,
     ) -> None:
-        self.kind, self.slots, self.nbytes = kind, slots, nbytes
+        self.number, self.slots, self.nbytes = number, slots, nbytes
         self.held = False
         """Whether torch's backward pass only leaves its gradients here, for a later call of `backward`."""
         self._slots = [slot for slot, _ in outputs]
         self._outputs: Sequence[torch.Tensor] | None = [*(tensor for _, tensor in outputs), *spare]
         self._gradients: Sequence[torch.Tensor | None] | None = None
-        self._run = run
+        self._run, self._together = run, together
 
     @property
     def waits(self) -> bool:
@@ -68,6 +70,12 @@ class LiveGraph:
                 f"the backward pass of a forward pass of {' and '.join(map(repr, self.slots))} was run twice.",
                 part=PART,
                 hint="Add up losses that share a forward pass, and call backward once.",
+            )
+        if self._together and not self.held:
+            raise ProtocolError(
+                "loss.backward() may run passes in another order than other ranks, which have experts of the same layers.",
+                part=PART,
+                hint="With trainer.megatron.expert_parallel above 1, call TrainerRank.backward(loss) on every rank.",
             )
         self._gradients = gradients
         if not self.held:

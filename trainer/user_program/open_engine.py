@@ -48,13 +48,6 @@ class OpenEngine:
                 part=PART,
                 hint="Use tensor parallelism, or the engine's own forward_backward with a loss function.",
             )
-        if config.engine == "megatron" and config.megatron.expert_parallel > 1:
-            raise ConfigError(
-                "megatron.expert_parallel is above 1: ranks that share experts exchange tokens in backward passes, too, and a"
-                " program may begin these in another order on each rank.",
-                part=PART,
-                hint="Set megatron.expert_parallel to 1, or use trainer.engine=fsdp2.",
-            )
         self._joined = not dist.is_initialized()
         if self._joined:
             _join(config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -115,25 +116,45 @@ def by_slot(
     return sorted(passes, key=lambda each: each.kind)
 
 
-def demand(passes: Sequence[PackedPass]) -> list[int]:
-    """Return how many `passes` there are of each kind, and whether one of the model's own weights asks the head.
+def demand(passes: Sequence[PackedPass], *, by_slot: bool) -> dict[str, int]:
+    """Count `passes` by kind, or by kind and slot; and say whether one of the model's own weights asks the head.
 
-    The largest numbers of any rank are those that every rank runs, see `filled_up`.
+    `most_of` the demands of all ranks are the passes that every rank runs, see `filled_up`.
     """
-    counts = [sum(each.kind == kind for each in passes) for kind in PassKind]
-    return [*counts, int(any(each.asks_head for each in passes if each.kind == PassKind.BASE))]
+    counts = Counter(_alike(each, by_slot=by_slot) for each in passes)
+    asks_head = any(each.asks_head for each in passes if each.kind == PassKind.BASE)
+    return {**counts, **({_HEAD: 1} if asks_head else {})}
 
 
-def filled_up(passes: Sequence[PackedPass], most: Sequence[int], adapter: str) -> list[PackedPass]:
+def most_of(demands: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the largest of each number in the demands of the ranks."""
+    most = Counter[str]()
+    for each in demands:
+        most |= Counter(each)
+    return dict(most)
+
+
+def filled_up(
+    passes: Sequence[PackedPass], most: Mapping[str, int], adapter: str, *, by_slot: bool
+) -> list[PackedPass]:
     """Add empty passes up to the `demand` of all ranks. `adapter` names a slot that passes of adapters can have."""
-    *counts, head = most
     found = []
-    for kind, count in zip(PassKind, counts, strict=True):
-        mine = [each.parts for each in passes if each.kind == kind]
-        slot = adapter if kind == PassKind.ADAPTERS else BASE
-        mine += [((slot, ()),)] * (count - len(mine))
-        found += [PackedPass(kind, parts, head=bool(head) and kind == PassKind.BASE) for parts in mine]
+    for alike in sorted(most.keys() - {_HEAD}):
+        mine = [each.parts for each in passes if _alike(each, by_slot=by_slot) == alike]
+        number, _, slot = alike.partition("|")
+        kind = PassKind(int(number))
+        slot = slot or (adapter if kind == PassKind.ADAPTERS else BASE)
+        mine += [((slot, ()),)] * (most[alike] - len(mine))
+        found += [PackedPass(kind, parts, head=_HEAD in most and kind == PassKind.BASE) for parts in mine]
     return found
+
+
+_HEAD = "head"
+
+
+def _alike(each: PackedPass, *, by_slot: bool) -> str:
+    """The kind of a pass, and with `by_slot` its only slot: equal for passes that ranks can run together."""
+    return f"{each.kind:d}|{each.slots[0] if by_slot else ''}"
 
 
 def output_of(each: ForwardInput, found: dict[str, torch.Tensor]) -> ForwardOutput:

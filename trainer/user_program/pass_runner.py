@@ -20,6 +20,8 @@ class PassRunner:
     def __init__(self, engine: ProgramEngine, estimate: MemoryEstimate) -> None:
         self._engine, self._estimate = engine, estimate
         self._live: list[weakref.ref[LiveGraph]] = []
+        self._passes = 0
+        """Passes so far, which all ranks run together."""
         self._idle: list[LiveGraph] = []
         """Graphs of passes without inputs of this rank. This list keeps them alive, since the program has no outputs of them."""
         self.with_gradient: set[str] = set()
@@ -56,6 +58,7 @@ class PassRunner:
     def run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
         """Run one pass. Returns its outputs, in the order of its inputs, and the bytes that it took."""
         engine, inputs, parts = self._engine, packed.inputs, packed.packed()
+        self._passes += 1
         query, meter = packed.query(parts), Meter(engine.device)
         with torch.set_grad_enabled(packed.gradient):
             tokens = engine.lay_out(parts)
@@ -88,7 +91,8 @@ class PassRunner:
             ]
             outputs = [(slot, piece[name]) for slot, piece, name in graphed]
             nbytes = meter.bytes or sum(self._estimate.of(each, gradient=True) for each in inputs)
-            graph = LiveGraph(packed.kind, packed.slots, outputs, spare, nbytes, backward)
+            about = self._passes, packed.slots, outputs, spare, nbytes, backward
+            graph = LiveGraph(*about, together=engine.exchanges_tokens)
             self._live.append(weakref.ref(graph))
             if not inputs:
                 self._idle.append(graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, digest, fla
 from .memory import MemoryEstimate, free_bytes
 from .open_engine import OpenEngine
 from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, shaped_like
-from .packed_pass import PackedPass, by_slot, demand, filled_up
+from .packed_pass import PackedPass, by_slot, demand, filled_up, most_of
 from .pass_runner import PassRunner
 from .slots import BASE, SlotKind, Slots, called, plain
 from .windows import parts_of, widest_window
@@ -138,10 +138,10 @@ class TrainerRank(Slots):
         self._on_every_rank(check)
         self._require_alike(flat, by_share=True)
         passes, available = self._passes(flat), self._available()
-        *most, cost = map(max, zip(*self._shared([*demand(passes), sum(map(self._cost, flat))]), strict=True))
-        if cost > available:
-            raise self._too_large("the inputs of a rank", cost, available)
-        found = self._compute(passes, flat, most)[0]
+        demands, costs = zip(*self._shared([self._demand(passes), sum(map(self._cost, flat))]), strict=True)
+        if max(costs) > available:
+            raise self._too_large("the inputs of a rank", max(costs), available)
+        found = self._compute(passes, flat, most_of(demands))[0]
         return shaped_like(inputs, iter(found))
 
     def forward_micro_batches(self, inputs: Sequence[ForwardInputs]) -> Iterator[MicroBatch]:
@@ -182,18 +182,19 @@ class TrainerRank(Slots):
         """Run the backward passes of all forward passes with gradient since the last call. Collective.
 
         ``loss.backward()`` does the same if the losses of all ranks depend on the same forward passes, or, while the model's own
-        weights are frozen, on the same number of them. This method also works if a rank had no inputs, or if its loss does not
-        depend on all of its passes. A slot on whose outputs no rank's loss depends has no gradient.
+        weights are frozen, on the same number of them; with expert parallelism it is refused. This method also works if a rank
+        had no inputs, or if its loss does not depend on all of its passes. A slot on whose outputs no rank's loss depends has no
+        gradient.
 
         Args:
             loss: A scalar; a number, or a tensor without gradient, on a rank that contributes nothing.
 
         Raises:
-            ProtocolError: Ranks dropped outputs, so that their numbers of backward passes differ; nothing was run.
+            ProtocolError: Ranks dropped outputs, so that their backward passes differ; nothing was run.
         """
-        kinds = self._shared([graph.kind for graph in self._runner.graphs])
-        if any(each != kinds[0] for each in kinds):
-            counts = ", ".join(str(len(each)) for each in kinds)
+        numbers = self._shared([graph.number for graph in self._runner.graphs])
+        if any(each != numbers[0] for each in numbers):
+            counts = ", ".join(str(len(each)) for each in numbers)
             raise ProtocolError(
                 f"the ranks keep {counts} forward passes that wait for backward, not the same ones.",
                 part=PART,
@@ -320,6 +321,9 @@ class TrainerRank(Slots):
         trained = self._trained if torch.is_grad_enabled() else []
         return by_slot(flat, [self._slot_of(each) for each in flat], trained, joined=self.engine.joins_slots)
 
+    def _demand(self, passes: Sequence[PackedPass]) -> dict[str, int]:
+        return demand(passes, by_slot=self.engine.exchanges_tokens)
+
     def _cost(self, each: ForwardInput) -> int:
         gradient = torch.is_grad_enabled() and each.has_gradient and self._slot_of(each) in self._trained
         return self._estimate.of(each, gradient=gradient)
@@ -346,8 +350,7 @@ class TrainerRank(Slots):
         shares = [[first + index for index in part] for part in parts]
         flats = [[each for index in share for each in items[index]] for share in shares]
         passes, indices, flat = [self._passes(each) for each in flats], shares[rank], flats[rank]
-        most = list(map(max, zip(*map(demand, passes), strict=True)))
-        found, measured = self._compute(passes[rank], flat, most)
+        found, measured = self._compute(passes[rank], flat, most_of(map(self._demand, passes)))
         outputs = iter(found)
         mine = [inputs[index] for index in indices]
         cost = max(sum(costs[part.start : part.stop]) for part in parts)
@@ -355,12 +358,13 @@ class TrainerRank(Slots):
         return MicroBatch(mine, [shaped_like(each, outputs) for each in mine], indices, stats)
 
     def _compute(
-        self, passes: Sequence[PackedPass], flat: Sequence[ForwardInput], most: Sequence[int]
+        self, passes: Sequence[PackedPass], flat: Sequence[ForwardInput], most: Mapping[str, int]
     ) -> tuple[list[ForwardOutput], int]:
         """Run this rank's passes, and empty ones up to `most`. Returns outputs in the order of `flat`, and measured bytes."""
         found: dict[int, ForwardOutput] = {}
         total = 0
-        for each in filled_up(passes, most, next(iter(self._checkpoints), BASE)):
+        adapter = next(iter(self._checkpoints), BASE)
+        for each in filled_up(passes, most, adapter, by_slot=self.engine.exchanges_tokens):
             outputs, measured = self._runner.run(each)
             total += measured
             found |= {id(asked): output for asked, output in zip(each.inputs, outputs, strict=True)}

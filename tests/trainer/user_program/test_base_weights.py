@@ -14,36 +14,51 @@ from engine_ranks import FSDP2_CP2, Ranks, Teams, assert_same, case, exhaustive,
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 
 ROWS = 7
-MODEL = "qwen2"
+MODEL, EXPERTS = "qwen2", "qwen3-moe"
 BASE: dict[str, Any] = {"": list(range(ROWS))}
 SLOT: dict[str, Any] = {"one": [0, 1, 2]}
 ROUNDS = [BASE | SLOT, BASE, SLOT, BASE | SLOT]
 STEPS: dict[str, Any] = {"betas": (0.0, 0.9), "eps": 1e-2, "weight_decay": 0.1}
 """AdamW whose first moment is the gradient, and which makes little of gradients next to 0."""
 LAYOUTS = [
-    case({"activation_checkpointing": True}, id="fsdp2-2, recomputed"),
-    exhaustive({"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
-    exhaustive(megatron({"distributed_optimizer": True}, activation_checkpointing=True), id="megatron-dp2, recomputed"),
-    exhaustive(FSDP2_CP2, id="fsdp2-cp2"),
-    exhaustive(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
-    exhaustive(megatron({"context_parallel": 2}), id="megatron-cp2"),
+    case(MODEL, {"activation_checkpointing": True}, id="fsdp2-2, recomputed"),
+    exhaustive(MODEL, {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
+    exhaustive(
+        MODEL, megatron({"distributed_optimizer": True}, activation_checkpointing=True), id="megatron-dp2, recomputed"
+    ),
+    exhaustive(MODEL, FSDP2_CP2, id="fsdp2-cp2"),
+    exhaustive(MODEL, megatron({"tensor_parallel": 2}), id="megatron-tp2"),
+    exhaustive(MODEL, megatron({"context_parallel": 2}), id="megatron-cp2"),
+    exhaustive(EXPERTS, megatron({"expert_parallel": 2}, activation_checkpointing=True), id="megatron-ep2, recomputed"),
 ]
-"""Settings of two ranks."""
+"""Model, and settings of two ranks."""
 
 
 @pytest.fixture(scope="module")
-def made(oracle: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter by PEFT."""
-    directory = tmp_path_factory.mktemp("adapters") / "one"
-    oracle.all("make", model=models[MODEL], directory=directory, seed=0, r=2, lora_alpha=5)
-    return directory
+def adapters(oracle: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An adapter by PEFT for each model."""
+    found = {model: tmp_path_factory.mktemp("adapters") / model for model in (MODEL, EXPERTS)}
+    for model, directory in found.items():
+        oracle.all("make", model=models[model], directory=directory, seed=0, r=2, lora_alpha=5)
+    return found
+
+
+@pytest.fixture
+def made(adapters: dict[str, Path]) -> Path:
+    return adapters[MODEL]
 
 
 def opened(
-    teams: Teams, settings: dict[str, Any], made: Path | None, limit: int | None = None, *, train_base: bool = True
+    teams: Teams,
+    settings: dict[str, Any],
+    made: Path | None,
+    limit: int | None = None,
+    model: str = MODEL,
+    *,
+    train_base: bool = True,
 ) -> Ranks:
     ranks = teams.of(2)
-    ranks.all("open_rank", model=teams.models[MODEL], trainer=settings, limit=limit, train_base=train_base)
+    ranks.all("open_rank", model=teams.models[model], trainer=settings, limit=limit, train_base=train_base)
     if made is not None:
         ranks.all("load_slot", kind="checkpoint", name="one", source=made)
     return ranks
@@ -62,19 +77,19 @@ def relative(found: dict[str, Any], wanted: dict[str, Any]) -> float:
     return float(np.linalg.norm(flat.astype(np.float64) - other) / np.linalg.norm(other))
 
 
-@pytest.mark.parametrize("settings", LAYOUTS)
+@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
 def test_base_and_slot_are_stepped_in_turns_as_in_one_process_in_float64(
-    teams: Teams, oracle: Ranks, made: Path, settings: dict[str, Any]
+    teams: Teams, oracle: Ranks, adapters: dict[str, Path], model: str, settings: dict[str, Any]
 ) -> None:
     """Gradients, norms and changes of both, from mixed batches; a step of one leaves the other's state as it is, bit for bit."""
-    ranks = opened(teams, settings, made, limit=400_000)
-    path, first = teams.models[MODEL], state(ranks)
+    ranks = opened(teams, settings, adapters[model], 400_000, model)
+    path, first = teams.models[model], state(ranks)
     about = {"rounds": ROUNDS, "rows": ROWS, "lr": 1e-2, "most": 0.7, **STEPS}
-    ((norms, weights, matrices),) = oracle.all("rounds", model=path, adapter=made, **about)
+    ((norms, weights, matrices),) = oracle.all("rounds", model=path, adapter=adapters[model], **about)
     clipped = []
     for number, (losses, wanted) in enumerate(zip(ROUNDS, norms, strict=True)):
         before = state(ranks)
-        how = ("at once", "one by one", "at once", "plain backward")[number]
+        how = ("at once", "one by one", "at once", "plain backward" if model == MODEL else "one by one")[number]
         answers = ranks.all(
             "slot_gradients", losses=losses, rows=ROWS, how=how, learning_rate=1e-2, max_grad_norm=0.7, **STEPS
         )

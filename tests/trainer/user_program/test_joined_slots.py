@@ -22,7 +22,7 @@ from weightlane.trainer.engines.hf.layout import Layout
 from weightlane.trainer.engines.hf.packed_attention import pack_attention
 from weightlane.trainer.engines.lora.adapters import Adapters
 from weightlane.trainer.user_program import BASE, ForwardInput
-from weightlane.trainer.user_program.packed_pass import PassKind, by_slot, demand, filled_up
+from weightlane.trainer.user_program.packed_pass import PassKind, by_slot, demand, filled_up, most_of
 from weightlane.trainer.user_program.windows import parts_of, widest_window
 
 SLOTS = {
@@ -113,16 +113,22 @@ def test_inputs_are_one_pass_for_each_kind_of_gradient_and_every_rank_has_the_sa
         (PassKind.ADAPTERS, ("two",)),
         (PassKind.NONE, ("two",)),
     ]
-    assert demand(joined) == [1, 1, 1, 1]
     (hidden,) = by_slot([ForwardInput(input_tokens=[1], hidden_states=True)], [BASE], trained, joined=True)
-    assert demand([hidden]) == [1, 0, 0, 0]
-    filled = filled_up([hidden], [1, 2, 0, 1], "one")
+    most = most_of(demand(of_rank, by_slot=False) for of_rank in (joined, apart[1:3], [hidden]))
+    filled = filled_up([hidden], most, "one", by_slot=False)
     assert [(each.kind, each.slots, each.head) for each in filled] == [
         (PassKind.BASE, (BASE,), True),
         (PassKind.ADAPTERS, ("one",), False),
         (PassKind.ADAPTERS, ("one",), False),
+        (PassKind.NONE, (BASE,), False),
     ]
     assert filled[0].query(filled[0].packed()).logprobs, "another rank's head has a gradient"
+    ranks = apart[1:2], apart[2:], [hidden]
+    most = most_of(demand(of_rank, by_slot=True) for of_rank in ranks)
+    for of_rank in ranks:
+        found = filled_up(of_rank, most, "one", by_slot=True)
+        assert [(each.kind, each.slots) for each in found] == [(each.kind, each.slots) for each in apart]
+        assert [each for each in found if each.inputs] == list(of_rank)
     assert not by_slot(inputs, slots, [], joined=True)[0].gradient
 
 

@@ -18,36 +18,52 @@ from weightlane.trainer.user_program.memory import MemoryEstimate
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 
 ROWS = 7
-MODEL = "qwen2"
+MODEL, EXPERTS = "qwen2", "qwen3-moe"
 ADAPTERS = ("one", "two")
 RECOMPUTED = {"activation_checkpointing": True}
+EP2 = megatron({"expert_parallel": 2})
 LAYOUTS = [
-    case(RECOMPUTED, id="fsdp2-2, recomputed"),
-    exhaustive({"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
-    exhaustive({**FSDP2_CP2, **RECOMPUTED}, id="fsdp2-cp2, recomputed"),
-    exhaustive(megatron({}), id="megatron-dp2"),
+    case(MODEL, RECOMPUTED, id="fsdp2-2, recomputed"),
+    exhaustive(MODEL, {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
+    exhaustive(MODEL, {**FSDP2_CP2, **RECOMPUTED}, id="fsdp2-cp2, recomputed"),
+    exhaustive(MODEL, megatron({}), id="megatron-dp2"),
+    exhaustive(EXPERTS, RECOMPUTED, id="fsdp2-2, experts, recomputed"),
+    case(EXPERTS, {**EP2, **RECOMPUTED}, id="megatron-ep2, recomputed"),
+    exhaustive(
+        EXPERTS, megatron({"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}), id="sp2, ep2"
+    ),
 ]
-"""Settings of two ranks."""
+"""Model, and settings of two ranks."""
 Opened = Callable[..., Ranks]
 
 
 @pytest.fixture(scope="module")
-def made(oracle: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters by PEFT, each with other values, rank and scale."""
+def adapters(
+    oracle: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Path]]:
+    """Adapters by PEFT for each model, each with other values, rank and scale."""
     root = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(ADAPTERS):
-        about = {"seed": seed, "r": 2 + seed, "lora_alpha": 5 + seed}
-        oracle.all("make", model=models[MODEL], directory=root / name, **about)
-    return {name: root / name for name in ADAPTERS}
+        for model in (MODEL, EXPERTS):
+            about = {"seed": seed, "r": 2 + seed, "lora_alpha": 5 + seed}
+            oracle.all("make", model=models[model], directory=root / model / name, **about)
+    return {model: {name: root / model / name for name in ADAPTERS} for model in (MODEL, EXPERTS)}
+
+
+@pytest.fixture
+def made(adapters: dict[str, dict[str, Path]]) -> dict[str, Path]:
+    return adapters[MODEL]
 
 
 @pytest.fixture
 def opened(teams: Teams) -> Opened:
     """Opens `TrainerRank` on every rank of a team."""
 
-    def open_ranks(world: int = 2, settings: dict[str, Any] | None = None, limit: int | None = None) -> Ranks:
+    def open_ranks(
+        world: int = 2, settings: dict[str, Any] | None = None, limit: int | None = None, model: str = MODEL
+    ) -> Ranks:
         ranks = teams.of(world)
-        ranks.all("open_rank", model=teams.models[MODEL], trainer=settings or {}, limit=limit)
+        ranks.all("open_rank", model=teams.models[model], trainer=settings or {}, limit=limit)
         return ranks
 
     return open_ranks
@@ -62,19 +78,25 @@ def joined(answers: list[dict[Any, Any]]) -> dict[Any, Any]:
     return {key: value for answer in answers for key, value in answer.items()}
 
 
-@pytest.mark.parametrize("settings", LAYOUTS)
+@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
 def test_every_output_of_every_slot_is_that_of_peft_in_one_mixed_batch(
-    opened: Opened, oracle: Ranks, teams: Teams, made: dict[str, Path], settings: dict[str, Any]
+    opened: Opened,
+    oracle: Ranks,
+    teams: Teams,
+    adapters: dict[str, dict[str, Path]],
+    model: str,
+    settings: dict[str, Any],
 ) -> None:
     """Log-probabilities, entropies, logits and the most probable tokens; the model's head makes logits of hidden states."""
-    ranks = opened(2, settings)
+    ranks, made = opened(2, settings, model=model), adapters[model]
     ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
     ranks.all("load_slot", kind="lora", name="two", source=made["two"])
     slots: list[dict[str, Any]] = [{"checkpoint": "one"}, {"lora": None}, {"lora": "two"}]
     found = joined(ranks.all("slot_logprobs", slots=slots, rows=ROWS))
     assert sorted(found) == [(row, slot) for row in range(ROWS) for slot in range(3)]
-    path = teams.models[MODEL]
-    head = checkpoint(path)["model.embed_tokens.weight"].float().numpy()
+    path = teams.models[model]
+    weights = checkpoint(path)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).float().numpy()
     for slot, directory in enumerate((made["one"], None, made["two"])):
         (logs,) = oracle.all("logprobs", model=path, adapter=directory, rows=ROWS, every_token=True)
         for row, sample in enumerate(make_samples(0, ROWS)):
@@ -90,24 +112,36 @@ def test_every_output_of_every_slot_is_that_of_peft_in_one_mixed_batch(
             assert relative(mine["top_logprobs"], np.take_along_axis(logs[row], order, 1)) < 1e-6
 
 
-@pytest.mark.parametrize("settings", LAYOUTS)
+@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
 def test_gradients_of_several_checkpoints_are_those_of_peft_however_micro_batches_are_cut(
-    opened: Opened, oracle: Ranks, teams: Teams, made: dict[str, Path], settings: dict[str, Any]
+    opened: Opened,
+    oracle: Ranks,
+    teams: Teams,
+    adapters: dict[str, dict[str, Path]],
+    model: str,
+    settings: dict[str, Any],
 ) -> None:
     """Also where one rank has nothing in a micro-batch; a step of one checkpoint is alone in its gradient."""
-    own = {"one": list(range(ROWS)), "two": [0, 1, 2]}
+    own, made = {"one": list(range(ROWS)), "two": [0, 1, 2]}, adapters[model]
     wanted = {
-        name: oracle.all("gradient", model=teams.models[MODEL], adapter=made[name], rows=len(rows))[0]
+        name: oracle.all("gradient", model=teams.models[model], adapter=made[name], rows=len(rows))[0]
         for name, rows in own.items()
     }
     shapes = set()
     for limit, how in ((None, "plain backward"), (200_000, "at once"), (None, "one by one")):
-        ranks = opened(2, settings, limit)
+        ranks = opened(2, settings, limit, model)
         for name in own:
             ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])
+        if how == "plain backward" and "expert_parallel" in str(settings):
+            ranks.all_fail(
+                "ProtocolError", "call TrainerRank.backward", "slot_gradients", losses=own, rows=ROWS, how=how
+            )
+            continue
         answers = ranks.all("slot_gradients", losses=own, rows=ROWS, how=how)
         shapes.add(tuple(tuple(answer[1]) for answer in answers))
-        shares = 1 if "parallel" in str(settings) else 2
+        shares = (
+            1 if {"tensor_parallel", "context_parallel"} & {*settings.get("megatron", settings.get("fsdp2", {}))} else 2
+        )
         for name, (loss, gradient) in wanted.items():
             assert sum(answer[2][name] for answer in answers[:shares]) == pytest.approx(loss, rel=1e-6)
             norm = sum(float(np.square(each).sum()) for each in gradient.values()) ** 0.5
@@ -166,9 +200,14 @@ def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened
     ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
 
 
-def test_ranks_may_have_other_inputs_of_other_slots_or_none(opened: Opened, made: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    ("model", "settings"), [case(MODEL, RECOMPUTED, id="fsdp2"), exhaustive(EXPERTS, {**EP2, **RECOMPUTED}, id="ep2")]
+)
+def test_ranks_may_have_other_inputs_of_other_slots_or_none(
+    opened: Opened, adapters: dict[str, dict[str, Path]], model: str, settings: dict[str, Any]
+) -> None:
     """A pass that a rank computes for the others' sake adds nothing to any gradient."""
-    ranks = opened(2, RECOMPUTED)
+    ranks, made = opened(2, settings, model=model), adapters[model]
     for name in ("one", "two"):
         ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])
     alone = []
@@ -185,6 +224,14 @@ def test_ranks_may_have_other_inputs_of_other_slots_or_none(opened: Opened, made
     assert [ranks.answer(rank)["ok"] for rank in range(2)] == [1, 2]
     ranks.all("backward_kept")
     assert [sorted(norms) for norms in ranks.all("step_slots")] == [["one", "two"]] * 2
+    for rank, rows in enumerate(([0], [])):
+        ranks.tell(rank, "keep_forward", rows=rows, asked={"checkpoint": "one"})
+    assert [ranks.answer(rank)["ok"] for rank in range(2)] == [1, 0]
+    ranks.all("keep_forward", rows=[1], asked={"checkpoint": "one"})
+    ranks.all("drop_kept", ranks=[1])
+    ranks.all_fail(
+        "ProtocolError", "keep 1, 1 forward passes that wait for backward, not the same ones", "backward_kept"
+    )
 
 
 def test_a_saved_checkpoint_goes_on_bit_for_bit_and_a_gradient_that_is_no_number_changes_nothing(

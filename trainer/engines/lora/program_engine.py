@@ -54,6 +54,11 @@ class ProgramEngine(AdaptedEngine):
         """Whether a pass may have tokens of several slots."""
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Whether ranks compute tokens of each other, with their own adapters: they run passes of the same slot together."""
+        return False
+
+    @property
     def ranks_per_row(self) -> int:
         """Number of ranks that share the tokens of a pass, where `ProgramPass.tokens` are a rank's own."""
         return 1
@@ -83,8 +88,9 @@ class ProgramEngine(AdaptedEngine):
     def run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
         """Run the model once on this rank's own tokens, with gradient where torch's grad mode is on.
 
-        All ranks call it together, with any slots; those that hold parts of one model, with the same tokens. With gradient, it is
-        a pass of trained adapters on all ranks or one of the model's own weights on all: only the latter exchanges gradients.
+        All ranks call it together, with any slots unless the engine `exchanges_tokens`; those that hold parts of one model, with
+        the same tokens. With gradient, it is a pass of trained adapters on all ranks or one of the model's own weights on all:
+        only the latter exchanges gradients.
 
         Returns:
             Outputs by their names in `ModelOutputs`, for the rows in `query` of the parts one after the other, and float32
@@ -99,7 +105,8 @@ class ProgramEngine(AdaptedEngine):
     ) -> None:
         """Backpropagate gradients by `outputs` of `run_pass` to the adapters of the pass, or to the model's own weights.
 
-        All ranks call it together, for passes of the same kind in the same order.
+        All ranks call it together, for passes of the same kind in the same order; for the same passes if the engine
+        `exchanges_tokens`.
         """
         # Activation checkpointing may recompute layers, which needs the same adapters.
         with self._computing("the gradients of the other ranks"), self._open_adapters().active_runs(tokens.runs):

@@ -47,12 +47,7 @@ with warnings.catch_warnings():
 
     from .head import head_answer, head_of
     from .lora import MegatronAdapted, check_lora, frozen
-    from .model import (
-        build_chunks,
-        forget_rotary_tables,
-        keep_expert_bias,
-        transformer_config,
-    )
+    from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
     from .parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
     from .rows import RowInput, run_chunk
     from .weights import (
@@ -361,6 +356,11 @@ class MegatronEngine(ProgramEngine):
         """See `ProgramEngine.joins_slots`: sequence and context parallelism cut runs of tokens anywhere, as do experts."""
         layout, experts = self.config.megatron, self._facts.shape.experts
         return not (layout.sequence_parallel or layout.context_parallel > 1 or experts)
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """See `ProgramEngine.exchanges_tokens`: each rank has experts for the tokens of all."""
+        return self.config.megatron.expert_parallel > 1
 
     def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[MicroBatch, Sequence[int]]:
         return MicroBatch.joined(parts), [len(part.tokens) for part in parts]
