@@ -202,6 +202,8 @@ def main() -> NoReturn:
         with contextlib.suppress(OSError):  # the program has ended meanwhile
             control.sendall(json.dumps({"pid": pid}).encode())
     for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # if it leads a group, what it has started ends, too
         os.kill(child, signal.SIGKILL)
     for child in children:
         os.waitpid(child, 0)

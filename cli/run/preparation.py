@@ -83,7 +83,9 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     _refuse_large_groups(config, train_tasks)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
-    environment = make_environment(config.environment, EnvironmentContext(own_modules, model.path))
+    environment = make_environment(
+        config.environment, EnvironmentContext(own_modules, model.path, config.algorithm.temperature)
+    )
     objective = Objective(policy_objective(config.algorithm), own_modules)
     advantages = NamedAdvantages(config.algorithm, own_modules)
     state = _saved_state(run_dir, config, train_tasks, models) if resume else None

@@ -112,7 +112,7 @@ def _mini_batch(
     """Return the sequences of one optimizer step that are computed; `first` is the first of its groups."""
     judged = [each for group in groups for each in group]
     if not judged:  # no token is a target, but a batch needs a sequence
-        sequence = _sequence(first, 0, 0.0, 0.0, algorithm)
+        sequence = _sequence(first.completions[0].sequences[0], 0.0, 0.0, algorithm)
         judged = [(0.0, replace(sequence, targets=torch.full_like(sequence.targets, IGNORED)))]
     every = [sequence for _, sequence in judged]
     kept = every
@@ -129,23 +129,23 @@ def _sequences(
     algorithm: AlgorithmConfig,
     oldest: int | None,
 ) -> Iterator[tuple[float, TokenSequence]]:
-    """Yield advantage and sequence of every completion of a group that has a target."""
+    """Yield advantage and sequence of every sequence of a group's completions that has a target."""
     for place, (completion, reward, advantage) in enumerate(zip(group.completions, rewards, advantages, strict=True)):
-        masked = 0 if oldest is None else sum(version < oldest for version in completion.versions)
         if algorithm.overlong == "mask" and place in group.overlong:
-            masked = len(completion.token_ids)
-        if masked < len(completion.token_ids):
-            yield advantage, _sequence(group, place, reward, advantage, algorithm, masked)
+            continue
+        for turns in completion.sequences:
+            masked = 0 if oldest is None else sum(version < oldest for version in turns.versions)
+            if masked < len(turns.token_ids):
+                yield advantage, _sequence(turns, reward, advantage, algorithm, masked)
 
 
 def _sequence(
-    group: PromptGroup, place: int, reward: float, advantage: float, algorithm: AlgorithmConfig, masked: int = 0
+    turns: Trajectory, reward: float, advantage: float, algorithm: AlgorithmConfig, masked: int = 0
 ) -> TokenSequence:
-    episode = group.completions[place]
     return TokenSequence.of_turns(
-        [(turn.read_ids, turn.completion.token_ids) for turn in episode.turns],
+        [(turn.read_ids, turn.completion.token_ids) for turn in turns.turns],
         masked=masked,
-        per_token={ROLLOUT_LOGPROBS: episode.logprobs, ADVANTAGES: advantage},
+        per_token={ROLLOUT_LOGPROBS: turns.logprobs, ADVANTAGES: advantage},
         per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
     )
 
@@ -164,14 +164,14 @@ def staleness(groups: Sequence[PromptGroup], step: int) -> tuple[float, int]:
 def episode_figures(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """Return the means of a step's episodes that only an environment has.
 
-    ``turns`` and ``read_between_turns`` (tokens read after the first prompt) of an episode; ``full`` and ``out_of_turns``, the
+    ``turns``, ``sequences`` and ``read_between_turns`` (tokens read after a first prompt) of an episode; ``full`` and ``out_of_turns``, the
     shares of episodes that were cut short; ``prefix_reuse``, the share of the tokens of earlier turns that later turns found
     in the engine's cache, where the engine says so; and ``environment/NAME`` for the environment's own metrics.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    turns = [episode.trajectory.turns for episode in episodes]
+    sequences = [sequence.turns for episode in episodes for sequence in episode.trajectory.sequences]
     read, reused, reusable = 0, 0, 0
-    for each in turns:
+    for each in sequences:
         before = len(each[0].read_ids) + len(each[0].completion.token_ids)
         for turn in each[1:]:
             read += len(turn.read_ids)
@@ -184,7 +184,8 @@ def episode_figures(groups: Sequence[PromptGroup]) -> dict[str, float]:
             own.setdefault(f"environment/{name}", []).append(float(value))
     count = len(episodes)
     return {
-        "turns": sum(map(len, turns)) / count,
+        "turns": sum(map(len, sequences)) / count,
+        "sequences": len(sequences) / count,
         "read_between_turns": read / count,
         "full": sum(episode.ended == "full" for episode in episodes) / count,
         "out_of_turns": sum(episode.ended == "turns" for episode in episodes) / count,

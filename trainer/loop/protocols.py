@@ -65,6 +65,8 @@ class Turn:
 
     read_ids: Sequence[int]
     completion: Completion
+    sequence: int = 0
+    """The sequence of tokens that the turn belongs to. An episode has several if its conversation was rewritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,12 @@ class Trajectory:
     """The turns of one episode; one turn without an environment."""
 
     turns: Sequence[Turn]
+
+    @property
+    def sequences(self) -> list[Trajectory]:
+        """The turns of each sequence of tokens. Each generated token is in one of them."""
+        numbers = dict.fromkeys(turn.sequence for turn in self.turns)
+        return [Trajectory([turn for turn in self.turns if turn.sequence == number]) for number in numbers]
 
     @property
     def token_ids(self) -> list[int]:
@@ -90,7 +98,7 @@ class Trajectory:
 
     @property
     def whole(self) -> list[int]:
-        """All tokens, read and generated."""
+        """All tokens, read and generated, in the order of the turns."""
         return [token for turn in self.turns for part in (turn.read_ids, turn.completion.token_ids) for token in part]
 
 

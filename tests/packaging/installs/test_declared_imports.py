@@ -29,6 +29,7 @@ PROMISED = {
     "trainer/service": ("service",),
     "trainer/conformance": ("conformance", "hf"),
     "trainer/loop/environments/tools": ("hf", "vllm"),
+    "trainer/loop/environments/agents": ("service",),
     "rollout": ("vllm", "ray", "server"),
     "rollout/conformance": ("conformance", "hf"),
     "cli": ("ray", "plot"),

@@ -51,7 +51,7 @@ class Characters:
 
     def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False, **options: Any) -> str:
         text = "".join(f"<{each['role']}>{each['content']}\0" for each in messages)
-        return f"{len(options.get('tools', []))} tools{text}<assistant>"
+        return f"{len(options.get('tools') or [])} tools{text}<assistant>"
 
 
 PUBLISH_S, BLOCKED_S = 0.25, 0.5

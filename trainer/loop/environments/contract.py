@@ -55,12 +55,23 @@ class Verdict:
 class EpisodeView(Protocol):
     """One episode as `Environment.play` sees it. The tokens are its own affair: nothing is ever tokenized twice."""
 
-    async def reply(self, news: str | Sequence[Message] | None = None, **template: Any) -> Reply:
+    async def reply(
+        self,
+        news: str | Sequence[Message] | None = None,
+        *,
+        after: int | None = None,
+        max_new_tokens: int | None = None,
+        **template: Any,
+    ) -> Reply:
         """Have the model read `news`, and write the next reply.
 
         Args:
             news: What the model reads before it replies, in addition to everything before: messages, which the chat template
                 writes, or a text, which is taken as it stands. The first time None is the task's own prompt.
+            after: The number of the reply, from 1, that `news` follow; None: the last one. After an earlier one the
+                conversation takes another course, and after 0 another conversation begins. Both begin a further sequence
+                of the episode's tokens, in which what was generated before is only read.
+            max_new_tokens: Most tokens of the reply, if fewer than `algorithm.max_new_tokens`.
             template: Further arguments of the chat template, such as ``tools``. They hold for the rest of the episode.
 
         Raises:
@@ -73,7 +84,7 @@ class EpisodeView(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """All tokens so far: those that the model read, and those that it wrote."""
+        """All tokens up to the last reply: those that the model read, and those that it wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,8 @@ class EnvironmentContext:
     """Folders in which modules that options name are looked for first: that of the configuration file, the working directory."""
     model_dir: Path | None = None
     """Hugging Face directory of the model that is trained."""
+    temperature: float = 1.0
+    """The run's sampling temperature, `algorithm.temperature`."""
 
 
 class Environment(ABC):

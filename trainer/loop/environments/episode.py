@@ -49,7 +49,8 @@ class Episode:
         self._rollout, self._task, self._renderer, self._limits = rollout, task, renderer, limits
         self._judge, self._greedy = judge, greedy
         self._template: dict[str, Any] = template_options(task.extra, task.place)
-        self._ids: list[int] = []
+        self._ids_after: list[list[int]] = [[]]
+        """The tokens up to the end of each reply, with those of none first."""
         self._replying = self._closed = False
         self.turns: list[Turn] = []
         self.ended = ""
@@ -64,7 +65,7 @@ class Episode:
     @property
     def token_ids(self) -> Sequence[int]:
         """See `EpisodeView.token_ids`."""
-        return self._ids
+        return self._ids_after[-1]
 
     @property
     def trajectory(self) -> Trajectory:
@@ -75,14 +76,22 @@ class Episode:
         """Refuse further replies."""
         self._closed = True
 
-    async def reply(self, news: str | Sequence[Message] | None = None, **template: Any) -> Reply:
+    async def reply(
+        self,
+        news: str | Sequence[Message] | None = None,
+        *,
+        after: int | None = None,
+        max_new_tokens: int | None = None,
+        **template: Any,
+    ) -> Reply:
         """See `EpisodeView.reply`."""
         if self._closed or self._replying or self.ended:
             why = "it is over" if self._closed or self.ended else "its last reply is still being written"
             raise EpisodeError(f"the environment asks an episode for a reply, and {why}.", part=_PART)
         self._replying = True
         try:
-            return await self._reply(news, template)
+            number = len(self.turns) if after is None else after
+            return await self._reply(news, number, max_new_tokens or self._limits.max_new_tokens, template)
         except asyncio.CancelledError:
             self.close()
             raise
@@ -105,23 +114,27 @@ class Episode:
         if self.failure is None:
             self.failure, self.kind = error, kind
 
-    async def _reply(self, news: str | Sequence[Message] | None, template: Mapping[str, Any]) -> Reply:
+    async def _reply(
+        self, news: str | Sequence[Message] | None, after: int, most: int, template: Mapping[str, Any]
+    ) -> Reply:
+        """Reply to `news`, which follow reply number `after`, with at most `most` tokens."""
         self._template.update(template)
         self.kind = "environment" if self.turns else "prompt"  # until it has been rendered
-        read_ids, limits = self._read(news), self._limits
-        room = limits.max_model_len - len(self._ids) - len(read_ids)
-        if not self.turns:
+        read_ids, limits = self._read(news, after), self._limits
+        before = self._ids_after[after]
+        room = limits.max_model_len - len(before) - len(read_ids)
+        if not self.turns or not (before or read_ids):
             self._check_prompt(read_ids, room)
         elif room < 1 or len(self.turns) >= limits.max_turns:
             self.ended = "full" if room < 1 else "turns"
             return Reply("", "full" if room < 1 else "turns")
         self.kind = ""
         self.turn_began = asyncio.get_running_loop().time()
-        prompt_ids = [*self._ids, *read_ids]
+        prompt_ids = [*before, *read_ids]
         completion: Completion = await self._rollout.generate(
             f"episode-{next(_serial)}",
             prompt_ids,
-            min(limits.max_new_tokens, room),
+            min(limits.max_new_tokens, most, room),
             temperature=limits.temperature,
             stop_ids=limits.stop_token_ids,
             greedy=self._greedy,
@@ -130,15 +143,19 @@ class Episode:
             raise ProtocolError(
                 "the completion is empty, or has log-probabilities that are not finite.", part=self._rollout.name
             )
-        self._ids = [*prompt_ids, *completion.token_ids]
-        self.turns.append(Turn(read_ids, completion))
+        self._ids_after.append([*prompt_ids, *completion.token_ids])
+        sequences = [turn.sequence for turn in self.turns]
+        if after and sequences[after - 1] not in sequences[after:]:
+            self.turns.append(Turn(read_ids, completion, sequences[after - 1]))
+        else:
+            self.turns.append(Turn(prompt_ids, completion, max(sequences, default=-1) + 1))
         stopped = completion.token_ids[-1] in limits.stop_token_ids
         text = self._renderer.text(completion.token_ids)
         return Reply(text, "stop" if stopped else "length", completion.token_ids, completion.logprobs)
 
-    def _read(self, news: str | Sequence[Message] | None) -> list[int]:
-        if self.turns:
-            written = self.turns[-1].completion.token_ids
+    def _read(self, news: str | Sequence[Message] | None, after: int) -> list[int]:
+        if after:
+            written = self.turns[after - 1].completion.token_ids
             return self._renderer.continuation([] if news is None else news, self._template, written)
         if news is None:
             news = self._task.extra.get("messages", self._task.prompt)

@@ -1,0 +1,453 @@
+"""Agents over the endpoint of a run: their calls are turns, token by token, and their faults cost an episode at most."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_is_better, judging, run
+from openai import APIStatusError, AsyncOpenAI
+from waiting import HANG_S, wait_until
+
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
+from weightlane.trainer.config import EnvironmentConfig
+from weightlane.trainer.data.sequences import IGNORED
+from weightlane.trainer.loop.environments import Environment, EnvironmentContext
+from weightlane.trainer.loop.environments.player import Player
+from weightlane.trainer.loop.environments.registry import make_environment
+from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
+from weightlane.trainer.loop.protocols import Played, Rollout
+
+STOP = 0
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+class Saying(LiveRollout):
+    """Writes the texts that it is given, then numbers; keeps what it read and wrote."""
+
+    def __init__(self, world: World, name: str, *texts: str) -> None:
+        super().__init__(world, name)
+        self.texts, self.said = list(texts), list[tuple[list[int], list[int]]]()
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
+        text = self.texts.pop(0) if self.texts else f"reply {len(self.said)}"
+        if text == "DEADLINE":
+            raise DeadlineExceededError("request 3 took longer than 600 s.", part="rollout-0")
+        tokens = [*map(ord, text), STOP][:max_new_tokens]
+        self.said.append((list(prompt_ids), tokens))
+        logprobs = [-1.0 / (1 + token) for token in tokens]
+        versions = [self.version] * len(tokens)
+        return SimpleNamespace(token_ids=tokens, logprobs=logprobs, versions=versions, cached_tokens=None)
+
+
+def agent_of(folder: Path, options: Mapping[str, Any]) -> Environment:
+    made = make_environment(EnvironmentConfig(name="agent", options=options), EnvironmentContext([folder]))
+    assert made is not None
+    return made
+
+
+def player_of(environment: Environment, *, max_model_len: int = 4000, judge: Any = first_is_better, **limits: Any) -> Player:
+    return Player(
+        environment,
+        EnvironmentConfig(name="agent", **limits),
+        ALGORITHM.model_copy(update={"max_new_tokens": 100}),
+        tokenizer=Characters(),
+        stop_token_ids=[STOP],
+        judge=judging(judge),
+        max_model_len=max_model_len,
+    )
+
+
+Agent = Callable[[Mapping[str, Any], Mapping[str, str]], Any]
+AGENTS: dict[str, Agent] = {}
+MODULE = "def __getattr__(name):\n    from test_agents import AGENTS\n    return AGENTS[name]\n"
+
+
+def played(
+    folder: Path, agent: Agent | Sequence[str], *texts: str, options: Mapping[str, Any] | None = None, **limits: Any
+) -> tuple[Played, Saying]:
+    """Play an episode with a function as the agent, or a command."""
+    chosen: dict[str, Any] = {"command": agent}
+    if callable(agent):
+        sys.modules[__name__.rpartition(".")[2]] = sys.modules[__name__]
+        AGENTS["current"] = agent
+        (folder / "agents_of_test.py").write_text(MODULE)
+        chosen = {"function": "agents_of_test:current"}
+
+    async def main() -> tuple[Played, Saying]:
+        environment = agent_of(folder, {**chosen, **(options or {})})
+        rollout = Saying(World(), "rollout-0", *texts)
+        try:
+            player = player_of(environment, **limits)
+            return await player.play(cast("Rollout", rollout), TASKS[0], greedy=False), rollout
+        finally:
+            await environment.close()
+
+    return asyncio.run(main())
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def ids(text: str) -> list[int]:
+    return list(map(ord, text))
+
+
+async def converses(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    """Call a tool, read its answer in a stream, and let another conversation have a turn between."""
+    async with AsyncOpenAI(**client) as openai:
+        assert [model.id async for model in openai.models.list()] == ["policy"]
+        ask = {"model": "gpt-9", "tools": [ADD], "temperature": 1, "n": 1, "user": "somebody"}
+        messages: list[Any] = [{"role": "developer", "content": "Be brief."}, user(task["prompt"])]
+        first = await openai.chat.completions.create(messages=messages, **cast("Any", ask))
+        (call,) = first.choices[0].message.tool_calls or ()
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
+        assert (first.choices[0].finish_reason, first.model) == ("tool_calls", "gpt-9")
+        assert first.usage
+        assert first.usage.completion_tokens == len(CALL) + 1
+        other = await openai.chat.completions.create(model="", messages=[user("aside")], max_completion_tokens=5)
+        assert (other.choices[0].message.content, other.choices[0].finish_reason) == ("reply", "length")
+        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        parts = {"content": [{"type": "text", "text": "and "}, {"type": "text", "text": "now?"}], "role": "user"}
+        stream = await openai.chat.completions.create(
+            messages=[*messages, parts], stream=True, stream_options={"include_usage": True}, **cast("Any", ask)
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == "It is 5."
+        assert chunks[-1].usage
+        assert chunks[-1].usage.prompt_tokens > first.usage.total_tokens
+        # Blanks around what it wrote do not make it another message.
+        messages += [parts, {"role": "assistant", "content": f"{text}\n", "refusal": None}, user("Sure?")]
+        last = await openai.chat.completions.create(messages=messages, **cast("Any", ask))
+        assert last.choices[0].message.content == "Yes."
+
+
+def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(tmp_path: Path) -> None:
+    found, rollout = played(tmp_path, converses, CALL, "reply 1", "It is 5.", "Yes.", judge=lambda text, task: len(text))
+    assert found.error is None
+    assert found.reward == len("Yes.")
+    main, aside = found.trajectory.sequences
+    first, second, third = main.turns
+    opening = ids("1 tools<system>Be brief.\0<user>task-0\0<assistant>")
+    assert first.read_ids == opening
+    assert second.read_ids == ids("<tool>5\0<user>and now?\0<assistant>")
+    assert third.read_ids == ids("<user>Sure?\0<assistant>")
+    assert (aside.whole, aside.token_ids) == (ids("0 tools<user>aside\0<assistant>reply"), ids("reply"))
+    assert [tokens for _, tokens in rollout.said] == [list(turn.completion.token_ids) for turn in found.trajectory.turns]
+    whole = [*opening, *ids(CALL), STOP, *second.read_ids, *ids("It is 5."), STOP, *third.read_ids]
+    assert rollout.said[-1][0] == whole, "the prompt is all that was read and written, as it was"
+
+
+async def rewrites(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
+    """Ask again, change what was said, and go on with something older."""
+    async with AsyncOpenAI(**client) as openai:
+
+        async def ask(*messages: Any) -> Any:
+            made = await openai.chat.completions.create(model="", messages=messages)
+            return made.choices[0].message
+
+        prompt = user(task["prompt"])
+        first = await ask(prompt)
+        second = await ask(prompt, first, user("more"))
+        await ask(prompt, first, user("otherwise"))
+        await ask(prompt, first, user("more"), second, user("and more"))
+        await ask(prompt, {"role": "assistant", "content": "never said"}, user("more"))
+        await ask(prompt)
+    return 1.0
+
+
+def test_a_rewritten_conversation_is_a_further_sequence_and_each_generated_token_is_trained_once(tmp_path: Path) -> None:
+    found, rollout = played(tmp_path, rewrites, options={"reward": "agent"})
+    assert found.error is None
+    kept, forked, told, again = found.trajectory.sequences
+    assert [len(each.turns) for each in (kept, forked, told, again)] == [3, 1, 1, 1]
+    until_first = kept.turns[0].read_ids + kept.turns[0].completion.token_ids
+    assert forked.turns[0].read_ids == [*until_first, *ids("<user>otherwise\0<assistant>")]
+    assert "never said" in Characters().decode(told.turns[0].read_ids)
+    assert again.turns[0].read_ids == kept.turns[0].read_ids
+    algorithm = ALGORITHM.model_copy(update={"compute_zero_advantage": True, "group_size": 2})
+    batch, (part,) = to_batch([PromptGroup(TASKS[0], [found, found], "rollout-0")], algorithm)
+    assert (len(batch), part.sequences) == (8, 8)
+    trained = []
+    for sequence in batch.sequences[:4]:
+        tokens, targets = sequence.tokens.tolist(), sequence.targets.tolist()
+        places = [place for place, target in enumerate(targets) if target != IGNORED]
+        assert all(tokens[place + 1] == targets[place] for place in places if place + 1 < len(tokens))
+        trained += [targets[place] for place in places]
+    order = [turn for each in found.trajectory.sequences for turn in each.turns]
+    assert trained == [token for turn in order for token in turn.completion.token_ids]
+    assert sorted(trained) == sorted(token for _, tokens in rollout.said for token in tokens)
+
+
+async def errors_of(client: Mapping[str, str], *asked: Mapping[str, Any]) -> list[APIStatusError]:
+    raised = []
+    async with AsyncOpenAI(**client, max_retries=2) as openai:
+        for each in asked:
+            with pytest.raises(APIStatusError) as error:
+                body = {"model": "", "messages": [user("x")], **each}
+                await openai.post("/chat/completions", body=body, cast_to=object)
+            raised.append(error.value)
+    return raised
+
+
+def test_a_call_that_cannot_be_served_is_refused_in_openais_words_and_costs_nothing(tmp_path: Path) -> None:
+    refused: list[tuple[Mapping[str, Any], str]] = [
+        ({"n": 2}, "n = 2 is not offered"),
+        ({"temperature": 0.5}, r"temperature is 0.5, and the run samples with 1 (algorithm.temperature)"),
+        ({"logit_bias": {"5": 1}}, "logit_bias would draw tokens from another distribution"),
+        ({"top_p": 0.9}, "top_p would draw"),
+        ({"seed": 1}, "seed would draw"),
+        ({"stop": ["x"]}, "stop would draw"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"guided_json": {}}, "the parameter 'guided_json' is unknown here"),
+        ({"max_tokens": 0}, "positive number"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0] must be an object with one of the roles"),
+        ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "its content must be text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "a tool call must have id"),
+        ({"tools": ["add"]}, "tools must be a list of functions"),
+    ]
+
+    async def agent(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
+        errors = await errors_of(client, *(each for each, _ in refused))
+        for error, (_, says) in zip(errors, refused, strict=True):
+            assert error.status_code == 400
+            assert says in error.message
+            assert error.type == "invalid_request_error"
+        (stranger,) = await errors_of({**client, "api_key": "sk-unknown"}, {})
+        assert (stranger.status_code, stranger.code) == (401, "invalid_api_key")
+        async with AsyncOpenAI(**client) as openai:
+            with pytest.raises(APIStatusError, match="not offered here") as missing:
+                await openai.embeddings.create(model="", input="x")
+            assert missing.value.status_code == 404
+            await openai.chat.completions.create(model="", messages=[user("x")])
+        return 1.0
+
+    found, rollout = played(tmp_path, agent, options={"reward": "agent"})
+    assert found.error is None
+    assert (len(rollout.said), found.reward) == (1, 1.0)
+
+    async def samples_otherwise(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
+        async with AsyncOpenAI(**client) as openai:
+            await openai.chat.completions.create(model="", messages=[user("x")], temperature=0, top_p=0.5, seed=1)
+        return 2.0
+
+    found, _ = played(tmp_path, samples_otherwise, options={"reward": "agent", "other_sampling": "ignore"})
+    assert found.reward == 2.0
+
+
+def test_an_episode_that_ends_refuses_further_calls_and_is_judged_as_it_stands(tmp_path: Path) -> None:
+    codes = []
+
+    async def talks_on(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+        messages = [user("go")]
+        async with AsyncOpenAI(**client, max_retries=9) as openai:
+            for _ in range(99):
+                try:
+                    made = await openai.chat.completions.create(model="", messages=cast("Any", messages))
+                except APIStatusError as error:
+                    codes.append((error.status_code, error.code))
+                    (again,) = await errors_of(client, {})
+                    codes.append((again.status_code, again.code))
+                    raise
+                messages += [made.choices[0].message, user("on")]
+
+    over = (410, "episode_over")
+    for limits, ended, first in (
+        ({"max_turns": 3}, "turns", over),
+        ({"max_model_len": 180, "max_turns": 99}, "full", (400, "context_length_exceeded")),
+    ):
+        found, _ = played(tmp_path, talks_on, judge=lambda text, task: 0.5, **limits)
+        assert (found.error, found.reward, found.ended) == (None, 0.5, ended)
+        assert codes == [first, over]
+        codes.clear()
+    late = []
+
+    async def leaves_its_key(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+        async with AsyncOpenAI(**client) as openai:
+            await openai.chat.completions.create(model="", messages=[user("x")])
+        late.append(client)
+
+    async def two_episodes() -> None:
+        AGENTS["current"] = leaves_its_key
+        environment = agent_of(tmp_path, {"function": "agents_of_test:current"})
+        player = player_of(environment)
+        await player.play(cast("Rollout", Saying(World(), "rollout-0")), TASKS[0], greedy=False)
+        (refused,) = await errors_of(late[0], {})
+        assert (refused.status_code, refused.code, refused.message.count("has ended")) == (*over, 1)
+        await environment.close()
+
+    asyncio.run(two_episodes())
+
+
+async def makes_no_call(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
+    return 1.0
+
+
+async def gives_no_reward(task: Mapping[str, Any], client: Mapping[str, str]) -> str:
+    async with AsyncOpenAI(**client) as openai:
+        await openai.chat.completions.create(model="", messages=[user("x")])
+    return "good"
+
+
+async def raises(task: Mapping[str, Any], client: Mapping[str, str]) -> str:
+    raise OSError("no simulator")
+
+
+async def asks_a_replica_that_fails(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    (refused,) = await errors_of(client, {})
+    assert refused.status_code == 410
+    await asyncio.sleep(1e6)
+
+
+def hangs_in_a_thread(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    import threading
+
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("agent", "kind", "says"),
+    [
+        (makes_no_call, "environment", "the agent ended without a call"),
+        (gives_no_reward, "environment", "the agent gave no reward, but 'good'"),
+        (raises, "environment", "OSError: no simulator"),
+        (asks_a_replica_that_fails, "request", "request 3 took longer"),
+        (hangs_in_a_thread, "environment", "ended by environment.turn_time_limit_s, 0.5 s"),
+        (["python", "-c", "raise SystemExit('no model')"], "environment", "the agent ended with status 1: no model"),
+        (["false"], "environment", "the agent ended with status 1: it printed no error"),
+    ],
+)
+def test_a_fault_of_an_agent_is_a_typed_error_of_its_episode(
+    agent: Agent | Sequence[str], kind: str, says: str, tmp_path: Path
+) -> None:
+    texts = ["DEADLINE"] if agent is asks_a_replica_that_fails else []
+    limit = 0.5 if agent is hangs_in_a_thread else HANG_S
+    found, _ = played(tmp_path, agent, *texts, options={"reward": "agent"}, turn_time_limit_s=limit)
+    assert found.error is not None
+    assert found.kind == kind
+    assert says in str(found.error)
+
+
+PROGRAM = """
+import json, os, sys, threading, urllib.request
+
+task = json.loads(sys.stdin.readline())
+print("a program may print what it wants", len(sys.argv))
+
+def ask(messages):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "x", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+messages = [{"role": "user", "content": sys.argv[1]}]
+reply = ask(messages)
+reply = ask([*messages, reply, {"role": "user", "content": task["prompt"]}])
+threading.Thread(target=lambda: print(json.dumps({"reward": len(reply["content"]), "modules": "uuid" in sys.modules}))).start()
+"""
+
+
+@pytest.mark.parametrize("preload", [[], ["uuid"]], ids=["started", "forked"])
+def test_a_program_plays_by_its_environment_and_arguments_alone(preload: list[str], tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ["python", "program.py", "Say {prompt} {of} {"]
+    found, rollout = played(tmp_path, command, options={"reward": "agent", "preload": preload})
+    assert (found.error, found.reward, found.metrics) == (None, len("reply 1"), {"modules": float(bool(preload))})
+    assert rollout.said[0][0] == ids("0 tools<user>Say task-0 {of} {\0<assistant>")
+    assert len(found.trajectory.sequences) == 1
+
+
+HANGING = """
+import fcntl, os, subprocess, sys, time
+here = sys.argv[1]
+child = 'import fcntl, sys, time; f = open(sys.argv[1], "r+"); fcntl.flock(f, 2); f.write("held"); f.flush(); time.sleep(1e6)'
+subprocess.run([sys.executable, "-c", child, here])
+"""
+
+
+def test_a_program_is_killed_at_the_limit_with_what_it_has_started(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(HANGING)
+    held = tmp_path / "held"
+    held.touch()
+
+    async def main() -> None:
+        environment = agent_of(tmp_path, {"command": ["python", "program.py", str(held)]})
+        player = player_of(environment, turn_time_limit_s=HANG_S)
+        playing = asyncio.create_task(player.play(cast("Rollout", Saying(World(), "r")), TASKS[0], greedy=False))
+        while not held.read_text():
+            await asyncio.sleep(0.05)
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        wait_until(lambda: is_free(held), "the end of what the agent had started")
+        await environment.close()
+
+    asyncio.run(main())
+
+
+RUN = """
+import asyncio, sys
+from pathlib import Path
+from weightlane.trainer.loop.environments.agents.programs import Programs
+
+asyncio.run(Programs([]).run([sys.executable, "program.py", sys.argv[1]], {}, "", Path(sys.argv[2])))
+"""
+
+
+def test_a_program_ends_with_the_run_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(HANGING)
+    held = tmp_path / "held"
+    held.touch()
+    with subprocess.Popen([sys.executable, "-c", RUN, str(held), str(tmp_path)]) as process:
+        try:
+            wait_until(lambda: bool(held.read_text()), "the start of the agent")
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: is_free(held), "the end of what the agent had started")
+
+
+def is_free(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "an agent is a command or a function"),
+        ({"command": ["python"], "function": "x:y"}, "an agent is a command or a function"),
+        ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
+        ({"command": ["./missing"]}, "there is no program"),
+        ({"command": ["true"], "preload": ["openai"]}, "preload is for a command that is python and a script"),
+        ({"function": "no_such_module:f"}, "no_such_module"),
+        ({"command": ["true"], "host": "0.0.0.0"}, "no address that an agent could call"),  # noqa: S104 - is refused
+        ({"command": ["true"], "format": "xml"}, "no tool format 'xml'"),
+    ],
+)
+def test_an_agent_that_cannot_play_is_refused_before_the_run(
+    options: Mapping[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        agent_of(tmp_path, options)

@@ -1,0 +1,112 @@
+"""`Session`: the calls of one agent, as the turns of its episode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weightlane.ckpt_engines import WeightlaneError
+
+from ..contract import EpisodeView, Message, Reply
+from ..tools.calls import Parser
+from .wire import CallError, ChatRequest, as_events, assistant_message, completion, message_key
+
+ParserOf = Callable[[Sequence[Message]], Parser]
+"""Returns the function that finds calls of given tools in a reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The conversation up to the end of a reply."""
+
+    keys: Sequence[str]
+    """The messages so far, the reply included, by `message_key`."""
+    setting: str
+    """Tools and template arguments: another setting has another first prompt."""
+
+
+class Session:
+    """Answers the calls of one episode's agent, one after the other.
+
+    A call has the whole conversation. If it continues an earlier one, up to a reply, the model reads the tokens of that one as they
+    were, and what is new. Otherwise a further sequence of the episode begins.
+    """
+
+    def __init__(self, episode: EpisodeView, parser_of: ParserOf) -> None:
+        self._episode, self._parser_of = episode, parser_of
+        self._one_at_a_time = asyncio.Lock()
+        self._points: list[_Point] = []
+        self._over = ""
+        self.last: Reply | None = None
+        """The last reply that is not empty."""
+        self.cut_short = False
+        """Whether a call was refused because the episode has no room or no turn left."""
+        self.failure: WeightlaneError | None = None
+        """The error that a reply failed with, which costs the episode."""
+        self.failed: Callable[[], object] = lambda: None
+        """Is called once `failure` is there."""
+
+    def close(self) -> None:
+        """Refuse further calls."""
+        self._over = self._over or "the episode has ended."
+
+    async def chat(self, request: ChatRequest) -> dict[str, Any] | str:
+        """Return the completion, or the events of its stream. Raises `CallError`."""
+        async with self._one_at_a_time:
+            if self._over:
+                raise CallError(self._over, status=410, code="episode_over")
+            after = self._point_before(request)
+            template = {**request.template, "tools": list(request.tools) or None}
+            try:
+                parse = self._parser_of(request.tools) if request.offers_tools else None
+                reply = await self._episode.reply(
+                    request.messages[len(self._points[after - 1].keys) if after else 0 :],
+                    after=after,
+                    max_new_tokens=request.max_new_tokens,
+                    **template,
+                )
+            except WeightlaneError as error:
+                self._over, self.failure = f"the episode was lost: {error}", error
+                self.failed()
+                raise CallError(self._over, status=410, code="episode_over") from error
+            if reply.is_last:
+                raise self._cut_short(reply)
+            self.last = reply
+            calls = parse(reply.text) if parse else []
+            if any(call.error for call in calls):
+                calls = []  # the agent gets the text, as of any other reply
+            reply_id = secrets.token_hex(12)
+            message = assistant_message(reply.text, calls, reply_id)
+            self._points.append(_Point([*request.keys, message_key(message)], _setting(request)))
+            read = len(self._episode.token_ids) - len(reply.token_ids)
+            whole = completion(message, reply, request, reply_id, read)
+            return as_events(whole, include_usage=request.include_usage) if request.stream else whole
+
+    def _point_before(self, request: ChatRequest) -> int:
+        """Return the number of the reply, from 1, up to which the request is what was said; 0 if there is none.
+
+        Of several the one with most messages counts, and of these the last.
+        """
+        setting = _setting(request)
+        lengths = [
+            (len(point.keys), number)
+            for number, point in enumerate(self._points, 1)
+            if point.setting == setting and list(request.keys[: len(point.keys)]) == list(point.keys)
+        ]
+        return max(lengths)[1] if lengths else 0
+
+    def _cut_short(self, reply: Reply) -> CallError:
+        self.cut_short = True
+        if reply.ended == "full":
+            self._over = "the conversation has rollout.max_model_len tokens."
+            return CallError(self._over, code="context_length_exceeded", param="messages")
+        self._over = "the episode has environment.max_turns replies."
+        return CallError(self._over, status=410, code="episode_over")
+
+
+def _setting(request: ChatRequest) -> str:
+    return json.dumps([request.tools, request.template], sort_keys=True, default=str)
