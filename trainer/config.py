@@ -319,10 +319,12 @@ class DataConfig(TextDataConfig):
 class RewardConfig(Section):
     """The function that judges a completion."""
 
-    function: str = Field(
+    function: str | None = Field(
+        default=None,
+        min_length=1,
         description="'module:function', called as function(completion: str, task: Mapping) -> float, or async; the module is"
         " looked for beside the configuration file, then in the working directory, then among installed packages. The completion"
-        " is the text as the model wrote it, and has its token_ids and their logprobs."
+        " is the text as the model wrote it, and has its token_ids and their logprobs. None: the environment judges.",
     )
     run_in: Literal["thread", "process"] = Field(
         default="thread",

@@ -108,7 +108,7 @@ class RunConfig(ClusterConfig):
     """The configuration of ``weightlane train``."""
 
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     loop: LoopConfig = LoopConfig()
     critic: CriticConfig = CriticConfig()
@@ -191,6 +191,12 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
             "[environment] has settings, and no name.",
             part=_PART,
             hint="Set environment.name, or leave the section out.",
+        )
+    if config.environment.name is None and config.reward.function is None:
+        raise ConfigError(
+            "reward.function is missing: nothing would judge a completion.",
+            part=_PART,
+            hint="Set it to 'module:function', or name an environment that judges its episodes.",
         )
     if config.environment.name and config.algorithm.overlong == "penalty":
         raise ConfigError(

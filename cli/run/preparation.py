@@ -20,7 +20,7 @@ from weightlane.trainer.algorithms.composition import (
 from weightlane.trainer.algorithms.ppo import critic_state
 from weightlane.trainer.algorithms.reference_refresh import reference_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
-from weightlane.trainer.data.rewards import Reward
+from weightlane.trainer.data.rewards import Judge, Reward, no_reward
 from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_splits
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
@@ -52,7 +52,7 @@ class Preparation:
     tokenizer: HfTokenizer
     train_tasks: Sequence[Task]
     heldout_tasks: Mapping[str, Sequence[Task]]
-    reward: Reward
+    reward: Judge
     environment: Environment | None
     objective: Objective
     advantages: NamedAdvantages
@@ -82,15 +82,28 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     _refuse_long_prompts(config, tokenizer, train_tasks)
     _refuse_large_groups(config, train_tasks)
     own_modules = [path.parent, Path()]
-    reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     environment = make_environment(
         config.environment, EnvironmentContext(own_modules, model.path, config.algorithm.temperature)
     )
+    reward = _reward(config, environment, own_modules)
     objective = Objective(policy_objective(config.algorithm), own_modules)
     advantages = NamedAdvantages(config.algorithm, own_modules)
     state = _saved_state(run_dir, config, train_tasks, models) if resume else None
     functions = reward, environment, objective, advantages
     return Preparation(config, run_dir, state, model, models, tokenizer, train_tasks, heldout_tasks, *functions)
+
+
+def _reward(config: RunConfig, environment: Environment | None, search_path: Sequence[Path]) -> Judge:
+    """Return the reward function. Raises `ConfigError` if it cannot be had, or there is none and the environment needs it."""
+    if config.reward.function is not None:
+        return Reward(config.reward.function, search_path, config.reward.time_limit_s)
+    if environment is not None and environment.needs_reward:
+        raise ConfigError(
+            f"the environment {config.environment.name} judges by reward.function, which is missing.",
+            part="reward",
+            hint="Set it to 'module:function'.",
+        )
+    return no_reward
 
 
 def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Sequence[Task]) -> None:

@@ -164,6 +164,15 @@ class RewardPool:
             self._processes.join(_CLOSE_S)
 
 
+def no_reward(completion: str, task: Mapping[str, Any]) -> float:  # noqa: ARG001 - a reward function's arguments
+    """Stand for the reward function of a run that has none. Raises `RewardError`."""
+    raise RewardError(
+        "the environment asks for a reward, and the run has no reward function.",
+        part=_PART,
+        hint="Set reward.function to 'module:function'.",
+    )
+
+
 def _begin_process(judge: Judge) -> None:
     """Set the reward function of this process, which is one of the pool.
 

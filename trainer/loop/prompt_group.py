@@ -164,9 +164,9 @@ def staleness(groups: Sequence[PromptGroup], step: int) -> tuple[float, int]:
 def episode_figures(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """Return the means of a step's episodes that only an environment has.
 
-    ``turns``, ``sequences`` and ``read_between_turns`` (tokens read after a first prompt) of an episode; ``full`` and ``out_of_turns``, the
-    shares of episodes that were cut short; ``prefix_reuse``, the share of the tokens of earlier turns that later turns found
-    in the engine's cache, where the engine says so; and ``environment/NAME`` for the environment's own metrics.
+    ``turns``, ``sequences`` and ``read_between_turns`` (tokens read after a first prompt) of an episode; ``full`` and
+    ``out_of_turns``, the shares of episodes that were cut short; ``prefix_reuse``, the share of the tokens of earlier turns that
+    later turns found in the engine's cache, where the engine says so; and ``environment/NAME`` for the environment's own metrics.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     sequences = [sequence.turns for episode in episodes for sequence in episode.trajectory.sequences]

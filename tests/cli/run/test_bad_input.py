@@ -81,6 +81,10 @@ def tasks_in_both_files(trial: Trial) -> None:
     trial.sections["data"] = {"train": str(trial.material.heldout)}
 
 
+def an_environment_without_a_reward(trial: Trial) -> None:
+    trial.sections |= {"environment": {"name": "single_turn"}, "reward": {"function": None}}
+
+
 def engine(name: str, **options: str) -> Callable[[Trial], None]:
     sections = {"checkpoint_engine": {"backend": name}, "checkpoint_engine.options": options}
     return lambda trial: trial.sections.update(sections)
@@ -124,6 +128,8 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         ),
         (configured("algorithm", refill=1, objective="ppo"), ["refill is 1, and objective is ppo"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
+        (configured("reward", function=None), ["reward.function is missing: nothing would judge"]),
+        (an_environment_without_a_reward, ["environment single_turn judges by reward.function, which is missing"]),
         (
             configured("reference", ranks=2),
             ["reference.ranks is 2, and only a run with algorithm.kl_coefficient above"],

@@ -46,10 +46,11 @@ def remembering(completion, task):
 
 
 def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """A configuration with these tables, of values that TOML writes as JSON does."""
+    """A configuration with these tables, of values that TOML writes as JSON does, and without keys whose value is None."""
     lines = []
     for name, keys in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]
+        given = {key: value for key, value in keys.items() if value is not None}
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in given.items()), ""]
     return "\n".join(lines)
 
 

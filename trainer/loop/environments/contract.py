@@ -72,7 +72,7 @@ class EpisodeView(Protocol):
                 conversation takes another course, and after 0 another conversation begins. Both begin a further sequence
                 of the episode's tokens, in which what was generated before is only read.
             max_new_tokens: Most tokens of the reply, if fewer than `algorithm.max_new_tokens`.
-            template: Further arguments of the chat template, such as ``tools``. They hold for the rest of the episode.
+            template: Further arguments of the chat template, such as ``tools``. They hold for the rest of the conversation.
 
         Raises:
             EpisodeError: It is called again after a reply that `Reply.is_last`, or twice at once.
@@ -80,7 +80,7 @@ class EpisodeView(Protocol):
         """
 
     async def judge(self, reply: Reply) -> float:
-        """Return what the run's reward function (`reward.function`) says of `reply`. Raises `RewardError`."""
+        """Return the reward of `reply` by the run's `reward.function`. Raises `RewardError`, also if there is none."""
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -110,6 +110,8 @@ class Environment(ABC):
 
     options_type: ClassVar[type[Options]] = Options
     """The type of ``[environment.options]``."""
+    needs_reward = False
+    """Whether episodes cannot end without `EpisodeView.judge`, so that the run must have a reward function."""
 
     def __init__(self, options: Any, context: EnvironmentContext) -> None:
         """Keep `options`, an instance of `options_type`. Raises `ConfigError` for values that cannot work.

@@ -48,7 +48,8 @@ class Episode:
     ) -> None:
         self._rollout, self._task, self._renderer, self._limits = rollout, task, renderer, limits
         self._judge, self._greedy = judge, greedy
-        self._template: dict[str, Any] = template_options(task.extra, task.place)
+        self._template_after: list[Mapping[str, Any]] = [template_options(task.extra, task.place)]
+        """The chat template's further arguments up to each reply, as `_ids_after`."""
         self._ids_after: list[list[int]] = [[]]
         """The tokens up to the end of each reply, with those of none first."""
         self._replying = self._closed = False
@@ -118,9 +119,9 @@ class Episode:
         self, news: str | Sequence[Message] | None, after: int, most: int, template: Mapping[str, Any]
     ) -> Reply:
         """Reply to `news`, which follow reply number `after`, with at most `most` tokens."""
-        self._template.update(template)
+        template = {**self._template_after[after], **template}
         self.kind = "environment" if self.turns else "prompt"  # until it has been rendered
-        read_ids, limits = self._read(news, after), self._limits
+        read_ids, limits = self._read(news, after, template), self._limits
         before = self._ids_after[after]
         room = limits.max_model_len - len(before) - len(read_ids)
         if not self.turns or not (before or read_ids):
@@ -144,6 +145,7 @@ class Episode:
                 "the completion is empty, or has log-probabilities that are not finite.", part=self._rollout.name
             )
         self._ids_after.append([*prompt_ids, *completion.token_ids])
+        self._template_after.append(template)
         sequences = [turn.sequence for turn in self.turns]
         if after and sequences[after - 1] not in sequences[after:]:
             self.turns.append(Turn(read_ids, completion, sequences[after - 1]))
@@ -153,13 +155,13 @@ class Episode:
         text = self._renderer.text(completion.token_ids)
         return Reply(text, "stop" if stopped else "length", completion.token_ids, completion.logprobs)
 
-    def _read(self, news: str | Sequence[Message] | None, after: int) -> list[int]:
+    def _read(self, news: str | Sequence[Message] | None, after: int, template: Mapping[str, Any]) -> list[int]:
         if after:
             written = self.turns[after - 1].completion.token_ids
-            return self._renderer.continuation([] if news is None else news, self._template, written)
+            return self._renderer.continuation([] if news is None else news, template, written)
         if news is None:
             news = self._task.extra.get("messages", self._task.prompt)
-        return self._renderer.opening(news, self._template)
+        return self._renderer.opening(news, template)
 
     def _check_prompt(self, read_ids: Sequence[int], room: int) -> None:
         limits = self._limits

@@ -11,6 +11,8 @@ from .contract import Environment, EpisodeView, Verdict
 class SingleTurn(Environment):
     """Plays what a run without an environment does, and trains the same sequences. For environments that begin with it."""
 
+    needs_reward = True
+
     async def play(self, task: Mapping[str, Any], episode: EpisodeView) -> Verdict:  # noqa: ARG002 - the episode knows it
         """See `Environment.play`."""
         return Verdict(await episode.judge(await episode.reply()))

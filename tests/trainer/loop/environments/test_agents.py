@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-import os
-import signal
+import re
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
-from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_is_better, judging, run
+from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_is_better, judging
 from openai import APIStatusError, AsyncOpenAI
 from waiting import HANG_S, wait_until
 
@@ -25,6 +24,7 @@ from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import EnvironmentConfig
 from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.loop.environments import Environment, EnvironmentContext
+from weightlane.trainer.loop.environments.agents.environment import AgentOptions
 from weightlane.trainer.loop.environments.player import Player
 from weightlane.trainer.loop.environments.registry import make_environment
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
@@ -59,7 +59,9 @@ def agent_of(folder: Path, options: Mapping[str, Any]) -> Environment:
     return made
 
 
-def player_of(environment: Environment, *, max_model_len: int = 4000, judge: Any = first_is_better, **limits: Any) -> Player:
+def player_of(
+    environment: Environment, *, max_model_len: int = 4000, judge: Any = first_is_better, **limits: Any
+) -> Player:
     return Player(
         environment,
         EnvironmentConfig(name="agent", **limits),
@@ -138,7 +140,9 @@ async def converses(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
 
 
 def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(tmp_path: Path) -> None:
-    found, rollout = played(tmp_path, converses, CALL, "reply 1", "It is 5.", "Yes.", judge=lambda text, task: len(text))
+    found, rollout = played(
+        tmp_path, converses, CALL, "reply 1", "It is 5.", "Yes.", judge=lambda text, task: len(text)
+    )
     assert found.error is None
     assert found.reward == len("Yes.")
     main, aside = found.trajectory.sequences
@@ -148,7 +152,9 @@ def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(
     assert second.read_ids == ids("<tool>5\0<user>and now?\0<assistant>")
     assert third.read_ids == ids("<user>Sure?\0<assistant>")
     assert (aside.whole, aside.token_ids) == (ids("0 tools<user>aside\0<assistant>reply"), ids("reply"))
-    assert [tokens for _, tokens in rollout.said] == [list(turn.completion.token_ids) for turn in found.trajectory.turns]
+    assert [tokens for _, tokens in rollout.said] == [
+        list(turn.completion.token_ids) for turn in found.trajectory.turns
+    ]
     whole = [*opening, *ids(CALL), STOP, *second.read_ids, *ids("It is 5."), STOP, *third.read_ids]
     assert rollout.said[-1][0] == whole, "the prompt is all that was read and written, as it was"
 
@@ -171,7 +177,9 @@ async def rewrites(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
     return 1.0
 
 
-def test_a_rewritten_conversation_is_a_further_sequence_and_each_generated_token_is_trained_once(tmp_path: Path) -> None:
+def test_a_rewritten_conversation_is_a_further_sequence_and_each_generated_token_is_trained_once(
+    tmp_path: Path,
+) -> None:
     found, rollout = played(tmp_path, rewrites, options={"reward": "agent"})
     assert found.error is None
     kept, forked, told, again = found.trajectory.sequences
@@ -198,8 +206,8 @@ async def errors_of(client: Mapping[str, str], *asked: Mapping[str, Any]) -> lis
     raised = []
     async with AsyncOpenAI(**client, max_retries=2) as openai:
         for each in asked:
+            body = {"model": "", "messages": [user("x")], **each}
             with pytest.raises(APIStatusError) as error:
-                body = {"model": "", "messages": [user("x")], **each}
                 await openai.post("/chat/completions", body=body, cast_to=object)
             raised.append(error.value)
     return raised
@@ -331,7 +339,6 @@ def hangs_in_a_thread(task: Mapping[str, Any], client: Mapping[str, str]) -> Non
         (asks_a_replica_that_fails, "request", "request 3 took longer"),
         (hangs_in_a_thread, "environment", "ended by environment.turn_time_limit_s, 0.5 s"),
         (["python", "-c", "raise SystemExit('no model')"], "environment", "the agent ended with status 1: no model"),
-        (["false"], "environment", "the agent ended with status 1: it printed no error"),
     ],
 )
 def test_a_fault_of_an_agent_is_a_typed_error_of_its_episode(
@@ -362,18 +369,33 @@ def ask(messages):
 messages = [{"role": "user", "content": sys.argv[1]}]
 reply = ask(messages)
 reply = ask([*messages, reply, {"role": "user", "content": task["prompt"]}])
-threading.Thread(target=lambda: print(json.dumps({"reward": len(reply["content"]), "modules": "uuid" in sys.modules}))).start()
+result = {"reward": len(reply["content"]), "words": len(sys.argv[1].split(" "))}
+threading.Thread(target=lambda: print(json.dumps(result))).start()
 """
 
 
-@pytest.mark.parametrize("preload", [[], ["uuid"]], ids=["started", "forked"])
-def test_a_program_plays_by_its_environment_and_arguments_alone(preload: list[str], tmp_path: Path) -> None:
+def test_a_program_plays_by_its_environment_and_arguments_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ["python", "program.py", "Say {prompt} {of} {"]
-    found, rollout = played(tmp_path, command, options={"reward": "agent", "preload": preload})
-    assert (found.error, found.reward, found.metrics) == (None, len("reply 1"), {"modules": float(bool(preload))})
+    found, rollout = played(tmp_path, command, options={"reward": "agent"})
+    assert (found.error, found.reward, found.metrics) == (None, len("reply 1"), {"words": 4.0})
     assert rollout.said[0][0] == ids("0 tools<user>Say task-0 {of} {\0<assistant>")
     assert len(found.trajectory.sequences) == 1
+
+
+def test_the_guides_program_over_openais_sdk_plays_forked_with_the_guides_options(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[4] / "docs/guides/agents.md").read_text()
+    ((_, program), (_, settings)) = re.findall(r"^```(python|toml)\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    (tmp_path / "solver.py").write_text(program)
+    options = tomllib.loads(settings)["environment"]["options"]
+    assert options["preload"] == ["openai"]
+    found, rollout = played(tmp_path, options["command"], options=options, judge=lambda text, task: len(text))
+    assert (found.error, found.reward) == (None, len("reply 1"))
+    assert rollout.said[1][0][-len("<user>Are you sure?.<assistant>") :] == ids("<user>Are you sure?\0<assistant>")
+    assert len(found.trajectory.sequences) == 1
+    cells = re.findall(r"^\| ([^|]*) \|", guide.partition("## What a call")[0], re.MULTILINE)
+    documented = re.findall(r"`(\w+)`", " ".join(cells))
+    assert set(documented) == set(AgentOptions.model_fields)
 
 
 HANGING = """
@@ -393,8 +415,7 @@ def test_a_program_is_killed_at_the_limit_with_what_it_has_started(tmp_path: Pat
         environment = agent_of(tmp_path, {"command": ["python", "program.py", str(held)]})
         player = player_of(environment, turn_time_limit_s=HANG_S)
         playing = asyncio.create_task(player.play(cast("Rollout", Saying(World(), "r")), TASKS[0], greedy=False))
-        while not held.read_text():
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_until, lambda: bool(held.read_text()), "the start of the agent")
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
         wait_until(lambda: is_free(held), "the end of what the agent had started")
@@ -412,15 +433,22 @@ asyncio.run(Programs([]).run([sys.executable, "program.py", sys.argv[1]], {}, ""
 """
 
 
-def test_a_program_ends_with_the_run_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", ["run", pytest.param("fork server", marks=pytest.mark.exhaustive)])
+def test_a_program_ends_with_the_run_or_the_server_that_is_killed(killed: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(HANGING)
     held = tmp_path / "held"
     held.touch()
-    with subprocess.Popen([sys.executable, "-c", RUN, str(held), str(tmp_path)]) as process:
+    command = [sys.executable, "-c", RUN, str(held), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: bool(held.read_text()), "the start of the agent")
+            if killed == "fork server":
+                (server,) = psutil.Process(process.pid).children()
+                server.kill()
+                _, errors = process.communicate(timeout=HANG_S)
+                assert "WorkerDiedError: agent: the process that supervises the program was killed" in errors
         finally:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
     wait_until(lambda: is_free(held), "the end of what the agent had started")
 
 
@@ -442,7 +470,7 @@ def is_free(path: Path) -> bool:
         ({"command": ["./missing"]}, "there is no program"),
         ({"command": ["true"], "preload": ["openai"]}, "preload is for a command that is python and a script"),
         ({"function": "no_such_module:f"}, "no_such_module"),
-        ({"command": ["true"], "host": "0.0.0.0"}, "no address that an agent could call"),  # noqa: S104 - is refused
+        ({"command": ["true"], "host": "0.0.0.0"}, "no address that an agent could call"),
         ({"command": ["true"], "format": "xml"}, "no tool format 'xml'"),
     ],
 )

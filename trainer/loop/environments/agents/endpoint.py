@@ -110,9 +110,7 @@ class Endpoint:
     async def _chat(self, request: Request) -> Response:
         try:
             session = self._session_of(request)
-            asked = chat_request(
-                await _body(request), self._temperature, ignores_sampling=self._ignores_sampling
-            )
+            asked = chat_request(await _body(request), self._temperature, ignores_sampling=self._ignores_sampling)
             answer = await session.chat(asked)
         except CallError as error:
             return _refused(error)

@@ -95,6 +95,7 @@ class Agent(Environment):
                 part=_PART,
                 hint=f"Name an address of this machine, such as {_LOOPBACK}.",
             )
+        self.needs_reward = options.reward == "function"
         self._function = self._checked(options)
         self._parsers: dict[str, Parser] = {}
         self._parser_of(())

@@ -32,8 +32,8 @@ class _Point:
 class Session:
     """Answers the calls of one episode's agent, one after the other.
 
-    A call has the whole conversation. If it continues an earlier one, up to a reply, the model reads the tokens of that one as they
-    were, and what is new. Otherwise a further sequence of the episode begins.
+    A call has the whole conversation. If it begins with what was said up to an earlier reply, the model reads the tokens of that
+    as they were, and then what is new. Otherwise a further sequence of the episode begins.
     """
 
     def __init__(self, episode: EpisodeView, parser_of: ParserOf) -> None:

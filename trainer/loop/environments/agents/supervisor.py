@@ -27,10 +27,12 @@ _PR_SET_PDEATHSIG = 1
 def supervise(asker: JsonSocket) -> None:
     """Run the program that `asker` sends, and tell it how the program ended. Then, or when `asker` closes, end the group.
 
-    The program, and what it starts without leaving its process group, end with this process: by `os.killpg` at the end, and
-    because the fork server ends groups when the run is gone.
+    The program, and what it starts without leaving its process group, end with the run, and with the fork server: this process
+    ends the group when `asker` has closed, or the server has died.
     """
     os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     order = asker.receive()
     if order is None:
         return
@@ -85,7 +87,8 @@ def _become(order: Mapping[str, Any], supervisor: int, descriptors: Sequence[int
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == supervisor:  # otherwise it died before the line above
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
             os.chdir(order["folder"])
@@ -112,7 +115,7 @@ def _run_python(command: Sequence[str], environment: Mapping[str, str]) -> int:
         runpy.run_path(command[1], run_name="__main__")
     except SystemExit as left:
         if not isinstance(left.code, int | None):
-            print(left.code, file=sys.stderr)
+            sys.stderr.write(f"{left.code}\n")
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     finally:
         for thread in threading.enumerate():

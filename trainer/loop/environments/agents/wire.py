@@ -145,8 +145,8 @@ def _messages(given: object) -> list[dict[str, Any]]:
     names: dict[str, str] = {}
     for place, raw in enumerate(given):
         here = f"messages[{place}]"
-        role = _ROLES.get(raw.get("role")) if isinstance(raw, dict) else None
-        if role is None:
+        role = _ROLES.get(str(raw.get("role"))) if isinstance(raw, dict) else None
+        if role is None or not isinstance(raw, dict):
             raise CallError(f"{here} must be an object with one of the roles {', '.join(_ROLES)}.", param=here)
         message: dict[str, Any] = {"role": role, "content": _text(raw.get("content"), here)}
         if role == "assistant" and raw.get("tool_calls"):
@@ -163,9 +163,10 @@ def _text(content: object, here: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [None]
-    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
         raise CallError(f"{here}: its content must be text.", param=here)
-    return "".join(part["text"] for part in parts)
+    return "".join(map(str, texts))
 
 
 def _call(call: object, here: str) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Tools(Environment):
     """
 
     options_type = ToolOptions
+    needs_reward = True
     options: ToolOptions
 
     def __init__(self, options: ToolOptions, context: EnvironmentContext) -> None:
