@@ -107,7 +107,7 @@ def test_an_agents_trained_tokens_are_those_that_vllm_read_and_wrote_one_by_one(
         generate = engine.generate
 
         async def recorded(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
-            """What vLLM itself gives for a request."""
+            """Keep the tokens that vLLM itself read and wrote."""
             async for output in generate(*arguments, **options):
                 yield output
             said.append((list(output.prompt_token_ids), list(output.outputs[0].token_ids)))

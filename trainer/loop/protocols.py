@@ -78,8 +78,15 @@ class Trajectory:
     @property
     def sequences(self) -> list[Trajectory]:
         """The turns of each sequence of tokens. Each generated token is in one of them."""
-        numbers = dict.fromkeys(turn.sequence for turn in self.turns)
-        return [Trajectory([turn for turn in self.turns if turn.sequence == number]) for number in numbers]
+        return [self._sequence(number) for number in dict.fromkeys(turn.sequence for turn in self.turns)]
+
+    @property
+    def current(self) -> Trajectory:
+        """The turns of the sequence to which the last turn belongs."""
+        return self._sequence(self.turns[-1].sequence)
+
+    def _sequence(self, number: int) -> Trajectory:
+        return Trajectory([turn for turn in self.turns if turn.sequence == number])
 
     @property
     def token_ids(self) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from weightlane.ckpt_engines import TooManyFailuresError
 
 from ...objectives.config import AlgorithmConfig
-from ..protocols import Trajectory, Turn
+from ..protocols import Trajectory
 
 _MOST_EMPTY = 100
 """Groups in a row of which dropping leaves too little, after which a run ends. It would train on nothing, for ever."""
@@ -17,20 +17,13 @@ def overlong_places(
     episodes: Sequence[Trajectory], stop_token_ids: Collection[int], max_new_tokens: int, max_model_len: int
 ) -> list[int]:
     """Return the places of episodes that end without a stop token, with `max_new_tokens`, or `max_model_len` if not 0 in all."""
-    last = [episode.turns[-1] for episode in episodes]
+    last = [(episode, episode.turns[-1].completion.token_ids) for episode in episodes]
     return [
         place
-        for place, (episode, turn) in enumerate(zip(episodes, last, strict=True))
-        if turn.completion.token_ids[-1] not in stop_token_ids
-        and (
-            len(turn.completion.token_ids) >= max_new_tokens
-            or 0 < max_model_len <= sum(_tokens(each) for each in episode.turns if each.sequence == turn.sequence)
-        )
+        for place, (episode, written) in enumerate(last)
+        if written[-1] not in stop_token_ids
+        and (len(written) >= max_new_tokens or 0 < max_model_len <= len(episode.current.whole))
     ]
-
-
-def _tokens(turn: Turn) -> int:
-    return len(turn.read_ids) + len(turn.completion.token_ids)
 
 
 def length_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:

@@ -3,110 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import re
-import subprocess
-import sys
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import psutil
 import pytest
-from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_is_better, judging
+from agent_world import AGENTS, STOP, Agent, Saying, agent_of, ids, played, player_of, user
+from loop_world import ALGORITHM, TASKS, Characters, World
 from openai import APIStatusError, AsyncOpenAI
-from waiting import HANG_S, wait_until
+from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
-from weightlane.trainer.config import EnvironmentConfig
+from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.data.sequences import IGNORED
-from weightlane.trainer.loop.environments import Environment, EnvironmentContext
-from weightlane.trainer.loop.environments.agents.environment import AgentOptions
-from weightlane.trainer.loop.environments.player import Player
-from weightlane.trainer.loop.environments.registry import make_environment
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
-from weightlane.trainer.loop.protocols import Played, Rollout
+from weightlane.trainer.loop.protocols import Rollout
 
-STOP = 0
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-
-
-class Saying(LiveRollout):
-    """Writes the texts that it is given, then numbers; keeps what it read and wrote."""
-
-    def __init__(self, world: World, name: str, *texts: str) -> None:
-        super().__init__(world, name)
-        self.texts, self.said = list(texts), list[tuple[list[int], list[int]]]()
-
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
-        text = self.texts.pop(0) if self.texts else f"reply {len(self.said)}"
-        if text == "DEADLINE":
-            raise DeadlineExceededError("request 3 took longer than 600 s.", part="rollout-0")
-        tokens = [*map(ord, text), STOP][:max_new_tokens]
-        self.said.append((list(prompt_ids), tokens))
-        logprobs = [-1.0 / (1 + token) for token in tokens]
-        versions = [self.version] * len(tokens)
-        return SimpleNamespace(token_ids=tokens, logprobs=logprobs, versions=versions, cached_tokens=None)
-
-
-def agent_of(folder: Path, options: Mapping[str, Any]) -> Environment:
-    made = make_environment(EnvironmentConfig(name="agent", options=options), EnvironmentContext([folder]))
-    assert made is not None
-    return made
-
-
-def player_of(
-    environment: Environment, *, max_model_len: int = 4000, judge: Any = first_is_better, **limits: Any
-) -> Player:
-    return Player(
-        environment,
-        EnvironmentConfig(name="agent", **limits),
-        ALGORITHM.model_copy(update={"max_new_tokens": 100}),
-        tokenizer=Characters(),
-        stop_token_ids=[STOP],
-        judge=judging(judge),
-        max_model_len=max_model_len,
-    )
-
-
-Agent = Callable[[Mapping[str, Any], Mapping[str, str]], Any]
-AGENTS: dict[str, Agent] = {}
-MODULE = "def __getattr__(name):\n    from test_agents import AGENTS\n    return AGENTS[name]\n"
-
-
-def played(
-    folder: Path, agent: Agent | Sequence[str], *texts: str, options: Mapping[str, Any] | None = None, **limits: Any
-) -> tuple[Played, Saying]:
-    """Play an episode with a function as the agent, or a command."""
-    chosen: dict[str, Any] = {"command": agent}
-    if callable(agent):
-        sys.modules[__name__.rpartition(".")[2]] = sys.modules[__name__]
-        AGENTS["current"] = agent
-        (folder / "agents_of_test.py").write_text(MODULE)
-        chosen = {"function": "agents_of_test:current"}
-
-    async def main() -> tuple[Played, Saying]:
-        environment = agent_of(folder, {**chosen, **(options or {})})
-        rollout = Saying(World(), "rollout-0", *texts)
-        try:
-            player = player_of(environment, **limits)
-            return await player.play(cast("Rollout", rollout), TASKS[0], greedy=False), rollout
-        finally:
-            await environment.close()
-
-    return asyncio.run(main())
-
-
-def user(text: str) -> Any:
-    return {"role": "user", "content": text}
-
-
-def ids(text: str) -> list[int]:
-    return list(map(ord, text))
 
 
 async def converses(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
@@ -350,115 +264,6 @@ def test_a_fault_of_an_agent_is_a_typed_error_of_its_episode(
     assert found.error is not None
     assert found.kind == kind
     assert says in str(found.error)
-
-
-PROGRAM = """
-import json, os, sys, threading, urllib.request
-
-task = json.loads(sys.stdin.readline())
-print("a program may print what it wants", len(sys.argv))
-
-def ask(messages):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"model": "x", "messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-
-messages = [{"role": "user", "content": sys.argv[1]}]
-reply = ask(messages)
-reply = ask([*messages, reply, {"role": "user", "content": task["prompt"]}])
-result = {"reward": len(reply["content"]), "words": len(sys.argv[1].split(" "))}
-threading.Thread(target=lambda: print(json.dumps(result))).start()
-"""
-
-
-def test_a_program_plays_by_its_environment_and_arguments_alone(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = ["python", "program.py", "Say {prompt} {of} {"]
-    found, rollout = played(tmp_path, command, options={"reward": "agent"})
-    assert (found.error, found.reward, found.metrics) == (None, len("reply 1"), {"words": 4.0})
-    assert rollout.said[0][0] == ids("0 tools<user>Say task-0 {of} {\0<assistant>")
-    assert len(found.trajectory.sequences) == 1
-
-
-def test_the_guides_program_over_openais_sdk_plays_forked_with_the_guides_options(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[4] / "docs/guides/agents.md").read_text()
-    ((_, program), (_, settings)) = re.findall(r"^```(python|toml)\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
-    (tmp_path / "solver.py").write_text(program)
-    options = tomllib.loads(settings)["environment"]["options"]
-    assert options["preload"] == ["openai"]
-    found, rollout = played(tmp_path, options["command"], options=options, judge=lambda text, task: len(text))
-    assert (found.error, found.reward) == (None, len("reply 1"))
-    assert rollout.said[1][0][-len("<user>Are you sure?.<assistant>") :] == ids("<user>Are you sure?\0<assistant>")
-    assert len(found.trajectory.sequences) == 1
-    cells = re.findall(r"^\| ([^|]*) \|", guide.partition("## What a call")[0], re.MULTILINE)
-    documented = re.findall(r"`(\w+)`", " ".join(cells))
-    assert set(documented) == set(AgentOptions.model_fields)
-
-
-HANGING = """
-import fcntl, os, subprocess, sys, time
-here = sys.argv[1]
-child = 'import fcntl, sys, time; f = open(sys.argv[1], "r+"); fcntl.flock(f, 2); f.write("held"); f.flush(); time.sleep(1e6)'
-subprocess.run([sys.executable, "-c", child, here])
-"""
-
-
-def test_a_program_is_killed_at_the_limit_with_what_it_has_started(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(HANGING)
-    held = tmp_path / "held"
-    held.touch()
-
-    async def main() -> None:
-        environment = agent_of(tmp_path, {"command": ["python", "program.py", str(held)]})
-        player = player_of(environment, turn_time_limit_s=HANG_S)
-        playing = asyncio.create_task(player.play(cast("Rollout", Saying(World(), "r")), TASKS[0], greedy=False))
-        await asyncio.to_thread(wait_until, lambda: bool(held.read_text()), "the start of the agent")
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        wait_until(lambda: is_free(held), "the end of what the agent had started")
-        await environment.close()
-
-    asyncio.run(main())
-
-
-RUN = """
-import asyncio, sys
-from pathlib import Path
-from weightlane.trainer.loop.environments.agents.programs import Programs
-
-asyncio.run(Programs([]).run([sys.executable, "program.py", sys.argv[1]], {}, "", Path(sys.argv[2])))
-"""
-
-
-@pytest.mark.parametrize("killed", ["run", pytest.param("fork server", marks=pytest.mark.exhaustive)])
-def test_a_program_ends_with_the_run_or_the_server_that_is_killed(killed: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(HANGING)
-    held = tmp_path / "held"
-    held.touch()
-    command = [sys.executable, "-c", RUN, str(held), str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            wait_until(lambda: bool(held.read_text()), "the start of the agent")
-            if killed == "fork server":
-                (server,) = psutil.Process(process.pid).children()
-                server.kill()
-                _, errors = process.communicate(timeout=HANG_S)
-                assert "WorkerDiedError: agent: the process that supervises the program was killed" in errors
-        finally:
-            process.kill()
-    wait_until(lambda: is_free(held), "the end of what the agent had started")
-
-
-def is_free(path: Path) -> bool:
-    with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class Session:
     def _point_before(self, request: ChatRequest) -> int:
         """Return the number of the reply, from 1, up to which the request is what was said; 0 if there is none.
 
-        Of several the one with most messages counts, and of these the last.
+        If several match, the longest counts, and among equals the last.
         """
         setting = _setting(request)
         lengths = [
