@@ -108,9 +108,13 @@ def test_an_agents_trained_tokens_are_those_that_vllm_read_and_wrote_one_by_one(
 
         async def recorded(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
             """Keep the tokens that vLLM itself read and wrote."""
+            read: list[int] = []
+            wrote: list[int] = []
             async for output in generate(*arguments, **options):
+                read = list(output.prompt_token_ids)
+                wrote += output.outputs[0].token_ids  # those since the output before
                 yield output
-            said.append((list(output.prompt_token_ids), list(output.outputs[0].token_ids)))
+            said.append((read, wrote))
 
         monkeypatch.setattr(engine, "generate", recorded)
         environment = make_environment(config, context)

@@ -87,8 +87,8 @@ def _become(order: Mapping[str, Any], supervisor: int, descriptors: Sequence[int
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == supervisor:  # otherwise it died before the line above
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            for ending in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(ending, signal.SIG_DFL)
             for number, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, number)
             os.chdir(order["folder"])
