@@ -75,6 +75,16 @@ class MegatronConfig(Section):
     expert_parallel: int = Field(
         default=1, ge=1, description="Ranks that share the experts of a mixture of experts, whole experts each."
     )
+    grouped_gemm: bool = Field(
+        default=False,
+        description="Compute the experts of a layer by grouped matrix products instead of one after the other. Rows of their"
+        " matrices must be multiples of 16 bytes.",
+    )
+    transformer_engine: bool = Field(
+        default=False,
+        description="Make decoder layers of TransformerEngine's linear layers, norms and attention, which must be installed;"
+        " in bfloat16 on CUDA devices only.",
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="Split activations between the matrices along the sequence, over the ranks of tensor_parallel.",
@@ -83,6 +93,21 @@ class MegatronConfig(Section):
         default=False,
         description="Split master weights and AdamW's moments over the data parallel ranks instead of repeating them; of"
         " adapters, the moments.",
+    )
+    overlap_grad_reduce: bool = Field(
+        default=False,
+        description="Sum gradients over the data parallel ranks while backward computes others, in every call of forward_backward"
+        " instead of once in a step.",
+    )
+    overlap_param_gather: bool = Field(
+        default=False,
+        description="Gather parameters that other ranks have stepped while the next forward pass computes; needs"
+        " distributed_optimizer and overlap_grad_reduce.",
+    )
+    bucket_parameters: int = Field(
+        default=40_000_000,
+        ge=1,
+        description="About the number of parameters in one sum or gather that overlaps.",
     )
 
 

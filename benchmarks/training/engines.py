@@ -1,6 +1,6 @@
 """Costs of parts of training next to those of what they replace: a head over a large vocabulary, padding, passes, and loading.
 
-    python -m benchmarks.training.engines [--parts head,packing,slots,loading] [--json FILE]
+    python -m benchmarks.training.engines [--parts head,packing,experts,slots,loading] [--json FILE]
 
 Each method runs in a process of its own, in turn with the others, so that its peak memory is its own. On a CPU, with one thread.
 `cuda-head` measures the first part on a GPU, next to liger-kernel and cut-cross-entropy (which leaves out small gradients) where
@@ -162,17 +162,17 @@ def _cuda_way(way: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], 
     return lambda hidden, weight, targets: head_outputs(hidden, weight, targets, top_k=top_k).logprobs.sum()
 
 
-def _step(path: str, packing: str) -> Callable[[], None]:
-    """Forward and backward of the fsdp2 engine on one rank."""
+def _step(path: str, settings: str) -> Callable[[], None]:
+    """Forward and backward of an engine on one rank."""
     from weightlane.trainer import LossDenominators, TokenBatch, TokenSequence, TrainerConfig, sft
-    from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+    from weightlane.trainer.engines.registry import training_engine_class
 
     torch.manual_seed(0)
     drawn = [torch.randint(1000, (length + 1,)) for length in LENGTHS]
     batch = TokenBatch(tuple(TokenSequence(tokens[:-1], tokens[1:]) for tokens in drawn))
     budget = len(LENGTHS) * max(LENGTHS)
-    config = TrainerConfig(device="cpu", micro_batch_tokens=budget, fsdp2={"packing": packing})
-    engine = Fsdp2Engine(config, 0, 1, ("127.0.0.1", 0))
+    config = TrainerConfig(device="cpu", micro_batch_tokens=budget, **json.loads(settings))
+    engine = training_engine_class(config.engine)(config, 0, 1, ("127.0.0.1", 0))
     engine.setup(Path(path), seed=0)
     denominators = LossDenominators.of(batch)
     return lambda: engine.forward_backward(batch, sft, denominators) and None
@@ -185,8 +185,26 @@ def packing() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), torch.float32, **sizes)
         return [
-            {"what": about, "method": name, "tokens": sum(LENGTHS), **_measured("step", folder, setting)}
-            for name, setting in (("padded", "off"), ("packed", "auto"))
+            {"what": about, "method": name, "tokens": sum(LENGTHS), **_measured("step", folder, settings)}
+            for name, settings in (("padded", '{"fsdp2": {"packing": "off"}}'), ("packed", "{}"))
+        ]
+
+
+def experts() -> list[dict[str, Any]]:
+    """Experts one after the other, and by grouped matrix products."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000, "num_experts": 64}
+    chosen = {"num_experts_per_tok": 8, "moe_intermediate_size": 128}
+    about = f"8 of 64 experts for each of {sum(LENGTHS)} tokens, megatron, forward and backward"
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), torch.float32, kind="Qwen3MoeConfig", **sizes, **chosen)
+        ways = {"one after another": False, "grouped": True}
+        settings = {
+            name: json.dumps({"engine": "megatron", "megatron": {"grouped_gemm": grouped}})
+            for name, grouped in ways.items()
+        }
+        return [
+            {"what": about, "method": name, "tokens": sum(LENGTHS), **_measured("step", folder, settings[name])}
+            for name in ways
         ]
 
 
@@ -228,11 +246,11 @@ def slots() -> list[dict[str, Any]]:
         ]
 
 
-def write_model(path: Path, dtype: torch.dtype, **sizes: int) -> None:
-    """Write a Qwen3 of these sizes with random weights, and a tokenizer of two words."""
+def write_model(path: Path, dtype: torch.dtype, kind: str = "Qwen3Config", **sizes: int) -> None:
+    """Write a Qwen3 of these sizes with random weights, or another `kind`, and a tokenizer of two words."""
+    import transformers
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
     usual = {
         "num_attention_heads": 8,
@@ -241,10 +259,10 @@ def write_model(path: Path, dtype: torch.dtype, **sizes: int) -> None:
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    config = Qwen3Config(**{**usual, **sizes})
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
+    config = getattr(transformers, kind)(**{**usual, **sizes})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))  # noqa: S106 - a word
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(path)  # noqa: S106 - as above
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(path)  # noqa: S106 - as above
 
 
 def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
@@ -295,13 +313,14 @@ WAYS: dict[str, Callable[..., dict[str, float]]] = {
     "whole-head": lambda: _repeated(_head(chunked=False)),
     "chunked-head": lambda: _repeated(_head(chunked=True)),
     "cuda-head": _cuda_head,
-    "step": lambda path, packing: _repeated(_step(path, packing)),
+    "step": lambda path, settings: _repeated(_step(path, settings)),
     "slots": lambda *about: _repeated(_slots(*about)),
     "load": _load,
 }
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "head": head,
     "packing": packing,
+    "experts": experts,
     "slots": slots,
     "loading": loading,
     "cuda-head": cuda_head,
@@ -323,7 +342,7 @@ def text(report: Report) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = options_of(__doc__)
-    parser.add_argument("--parts", default="head,packing,slots,loading", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default="head,packing,experts,slots,loading", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--way", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.way:  # a process of its own, for one method

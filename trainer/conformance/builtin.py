@@ -29,6 +29,15 @@ class MegatronConformance(TrainingEngineConformance):
     layouts: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "one rank": {"ranks": 1},
         "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
+        "overlapped": {
+            "ranks": 2,
+            "megatron": {
+                "distributed_optimizer": True,
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "bucket_parameters": 500,
+            },
+        },
         "context parallel": {"ranks": 2, "megatron": {"context_parallel": 2}},
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}},
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from waiting import HANG_S
 
 from weightlane.trainer.conformance.builtin import Fsdp2Conformance, MegatronConformance
@@ -94,10 +96,38 @@ class Megatron(Patient):
 class TestMegatron(Patient, MegatronConformance):
     """Each check."""
 
-    layouts: ClassVar[dict[str, dict[str, Any]]] = {
-        "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}}
-    }
+    layouts: ClassVar[dict[str, Any]] = {"overlapped": MegatronConformance.layouts["overlapped"]}
     models = ("qwen3",)
+
+
+@pytest.mark.megatron
+@pytest.mark.exhaustive
+class TestMegatronOfGroupedExperts(Megatron, OutputChecks, GradientChecks):
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {
+        "all of them": {"ranks": 2, "megatron": {"grouped_gemm": True}},
+        "halves": {"ranks": 2, "megatron": {"grouped_gemm": True, "expert_parallel": 2}},
+    }
+    models = ("qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.megatron
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and find_spec("transformer_engine")), reason="TransformerEngine on CUDA"
+)
+class TestMegatronOfTransformerEngine(Megatron, TrainingConformanceBase):
+    """It computes in bfloat16 only."""
+
+    test_half_precision_is_for_computing_only = GradientChecks.test_half_precision_is_for_computing_only
+
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {
+        "one rank": {
+            "device": "cuda",
+            "compute_dtype": "bfloat16",
+            "megatron": {"transformer_engine": True},
+        },
+    }
+    models = ("qwen3", "deepseek_v3")
 
 
 @pytest.mark.megatron

@@ -168,7 +168,10 @@ def test_weights_that_do_not_fit_their_config_are_refused(
     teams.of(1).all_fail("ConfigError", says, "setup", model=broken, trainer={"engine": engine})
 
 
-@pytest.mark.parametrize("settings", [{}, exhaustive(megatron({}))], ids=["fsdp2", "megatron"])
+OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize("settings", [{}, exhaustive(megatron(OVERLAP))], ids=["fsdp2", "megatron"])
 def test_a_loss_that_fails_leaves_no_gradient_of_its_mini_batch(teams: Teams, settings: dict[str, Any]) -> None:
     ranks = teams.of(2)
     ranks.setup("qwen3-untied", micro_batch_tokens=8, **settings)

@@ -12,7 +12,8 @@ import pytest
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.megatron.checkpoint import CheckpointShape, DeltaShape
-from weightlane.trainer.engines.megatron.model_facts import check_layout, read_model
+from weightlane.trainer.engines.megatron.model_facts import read_model
+from weightlane.trainer.engines.megatron.process.layout_check import check_layout
 
 DENSE = CheckpointShape(
     layers=8, hidden=16, intermediate=24, heads=8, groups=4, head_dim=8, vocab=61, tied=False, qk_norm=True
@@ -35,6 +36,10 @@ def test_a_layout_that_cannot_work_is_refused_with_what_to_do() -> None:
         (DENSE, 2, {"virtual_pipeline": 2}, "needs a pipeline", "pipeline_parallel to at least 2"),
         (DENSE, 2, {"sequence_parallel": True}, "needs tensor parallelism", "tensor_parallel to at least 2"),
         (DENSE, 2, {"expert_parallel": 2}, "the model has no experts", "expert_parallel to 1"),
+        (DENSE, 1, {"grouped_gemm": True}, "the model has no experts", "grouped_gemm to false"),
+        (EXPERTS, 1, {"grouped_gemm": True}, "16 and 12 columns", "grouped_gemm to false"),
+        (DENSE, 2, {"overlap_param_gather": True, "overlap_grad_reduce": True}, "needs distributed_optimizer", "both"),
+        (DENSE, 1, {"transformer_engine": True}, "TransformerEngine is not installed", "pip install"),
         (EXPERTS, 4, {"expert_parallel": 4}, "does not divide the model's 6 experts", "1, 2, 3"),
         (EXPERTS, 2, {"expert_parallel": 3}, "does not divide the 2 ranks", "pipeline_parallel x expert_parallel"),
         (EXPERTS, 2, {"tensor_parallel": 2, "expert_parallel": 2}, "needs sequence_parallel", "sequence_parallel=true"),

@@ -58,6 +58,12 @@ LAYOUTS = [
     exhaustive("deepseek-v2", 2, megatron({"pipeline_parallel": 2}), id="experts, latent, pp2"),
     exhaustive("qwen3-moe", 2, megatron({}), id="experts, dp2"),
     exhaustive("qwen3-moe", 4, megatron({"expert_parallel": 2}), id="experts, dp4, ep2"),
+    exhaustive(
+        "qwen3-moe",
+        4,
+        megatron({"expert_parallel": 2, "grouped_gemm": True}, compute_dtype="float32", **RECOMPUTED),
+        id="grouped experts, dp4, ep2, recomputed",
+    ),
     exhaustive("deepseek-v3", 4, megatron({"expert_parallel": 4}), id="experts, latent, ep4"),
     exhaustive("deepseek-v2", 4, megatron({**SPLIT, "expert_parallel": 4}), id="experts, latent, sp2, ep4"),
     exhaustive(

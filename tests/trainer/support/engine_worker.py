@@ -198,6 +198,10 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         assert {data.dtype for _, _, data in slices} == {torch.bfloat16}
         return [(name, starts, data.detach().float().numpy()) for name, starts, data in slices]
 
+    def bucket_groups(self) -> int:
+        """Into how many sums a megatron engine cuts the gradients of its first chunk."""
+        return len(self._engine._chunks[0].bucket_groups)
+
     def save(self, directory: str) -> int:
         self._engine.save(Path(directory))
         return self._engine.step

@@ -20,12 +20,11 @@ SLOT: dict[str, Any] = {"one": [0, 1, 2]}
 ROUNDS = [BASE | SLOT, BASE, SLOT, BASE | SLOT]
 STEPS: dict[str, Any] = {"betas": (0.0, 0.9), "eps": 1e-2, "weight_decay": 0.1}
 """AdamW whose first moment is the gradient, and which makes little of gradients next to 0."""
+OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = [
     case(MODEL, {"activation_checkpointing": True}, id="fsdp2-2, recomputed"),
     exhaustive(MODEL, {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
-    exhaustive(
-        MODEL, megatron({"distributed_optimizer": True}, activation_checkpointing=True), id="megatron-dp2, recomputed"
-    ),
+    exhaustive(MODEL, megatron(OVERLAP, activation_checkpointing=True), id="megatron-dp2, overlapped, recomputed"),
     exhaustive(MODEL, FSDP2_CP2, id="fsdp2-cp2"),
     exhaustive(MODEL, megatron({"tensor_parallel": 2}), id="megatron-tp2"),
     exhaustive(MODEL, megatron({"context_parallel": 2}), id="megatron-cp2"),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import Head, TrainerConfig
@@ -33,28 +32,37 @@ from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
 from .checkpoint import checkpoint_shapes
 from .loading import check_files, load_model
-from .model_facts import check_layout, read_model
+from .model_facts import read_model
+from .process.layout_check import check_layout, refuse_cpu_beside_cuda
 
 with warnings.catch_warnings():
     # Without TransformerEngine and Apex, megatron-core says several times that it uses torch instead.
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.module import Float16Module
 
+    from .data_parallel import (
+        complete_sums,
+        data_parallel_chunks,
+        drop_sums,
+        frozen,
+        gather_parameters,
+        gradient_buffers,
+        keep_sums_once,
+        not_summed,
+    )
     from .head import head_answer, head_of
-    from .lora import MegatronAdapted, check_lora, frozen
-    from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
-    from .parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
+    from .lora import MegatronAdapted, check_lora
+    from .model import forget_rotary_tables, transformer_config
+    from .process.parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
     from .rows import RowInput, run_chunk
     from .weights import (
         FrozenWeights,
         copy_masters_to_model,
         forget_moments,
-        gradient_buffers,
         held_tensors,
         inner_optimizers,
         megatron_optimizer,
@@ -129,7 +137,11 @@ class MegatronEngine(ProgramEngine):
             self._open_adapters().active(one.adapter),
             nullcontext() if one.adapter is None else frozen(self._chunks),
         ):
+            if one.adapter is None:
+                keep_sums_once(self._chunks)
             self._run(batch, one.needed, judge, forward_only=False)
+            if one.adapter is None:
+                complete_sums(self._chunks)
             if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
@@ -142,6 +154,7 @@ class MegatronEngine(ProgramEngine):
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         """Step everything at once: `before_change` is called once, with all names."""
         with self._computing("the gradients of the other ranks"):
+            complete_sums(self._chunks)
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.get_grad_norm())
@@ -242,12 +255,7 @@ class MegatronEngine(ProgramEngine):
         return (module for chunk in self._chunks for module in chunk.modules())
 
     def _choose_device(self) -> torch.device:
-        if self.config.device == "cpu" and torch.cuda.is_available():
-            raise ConfigError(
-                "trainer.device is cpu, but megatron-core uses the CUDA device of this machine.",
-                part="trainer",
-                hint="Set trainer.device=auto, or hide the device with CUDA_VISIBLE_DEVICES= in the environment.",
-            )
+        refuse_cpu_beside_cuda(self.config)
         return super()._choose_device()
 
     @contextmanager
@@ -255,7 +263,7 @@ class MegatronEngine(ProgramEngine):
         """See `AdaptedEngine._computing`; around every call into megatron-core."""
         answered: AbstractContextManager[None] = nullcontext()
         if self._device.type != "cuda":
-            from .without_gpu import cuda_calls_on  # noqa: PLC0415 - not where there is a GPU
+            from .process.without_gpu import cuda_calls_on  # noqa: PLC0415 - not where there is a GPU
 
             answered = cuda_calls_on(self._device)
         with self._collective(waiting_for), answered:
@@ -273,16 +281,9 @@ class MegatronEngine(ProgramEngine):
         """Join megatron-core's groups, and create the model's chunks, gradient buffers and optimizer, without loading weights."""
         self._groups, self._coordinates = join_parallel_groups(self.config)
         model_parallel_cuda_manual_seed(seed)
-        settings, distributed = self.config, self.config.megatron.distributed_optimizer
-        config = transformer_config(settings, self._facts, on_cpu=self._device.type == "cpu", dtype=self._compute_dtype)
-        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-        chunks = []
-        for chunk in build_chunks(config, self._facts):
-            placed = chunk.to(self._device)
-            wrapped = Float16Module(config, placed) if config.bf16 else placed
-            keep_expert_bias(wrapped)
-            wrapped.requires_grad_(settings.trains_weights)
-            chunks.append(DistributedDataParallel(config, buffers, wrapped))
+        settings = self.config
+        config = transformer_config(settings, self._facts, device=self._device, dtype=self._compute_dtype)
+        chunks = data_parallel_chunks(settings, config, self._facts, self._device)
         where, trained = (self._facts.shape, self._coordinates), settings.trains_weights
         made = megatron_optimizer(settings, config, chunks) if trained else FrozenWeights(chunks, *where, stored)
         self._slices = weight_slices(chunks, made, *where)
@@ -308,6 +309,7 @@ class MegatronEngine(ProgramEngine):
         self.onload(["gradients"])  # gradients have permanent buffers, which must be on the device to be cleared
         self._denominators = None
         self._optimizer.zero_grad()
+        drop_sums(self._chunks)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
 
@@ -367,6 +369,7 @@ class MegatronEngine(ProgramEngine):
 
     def _run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
         (chunk,), micro = self._chunks, tokens.laid_out
+        gather_parameters(self._chunks)
         with frozen(self._chunks) if tokens.adapters else nullcontext():
             row = RowInput.of(micro, self.config.megatron)
             (hidden,) = run_chunk(chunk, row)
@@ -375,7 +378,8 @@ class MegatronEngine(ProgramEngine):
     def _run_backward(
         self, tokens: ProgramPass, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
-        with frozen(self._chunks) if tokens.adapters else nullcontext():  # recomputation asks what has a gradient again
+        # Recomputation asks what has a gradient again.
+        with frozen(self._chunks) if tokens.adapters else not_summed(self._chunks):
             torch.autograd.backward(outputs, gradients)
 
     def _scale_gradients(self, scale: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.sites import LoraSite, chosen_sites
 from .checkpoint import CheckpointShape, Coordinates, checkpoint_shapes
+from .layers import GroupedExperts, GroupedLinear
 from .weights import unwrapped
 
 
@@ -40,7 +40,10 @@ class _Fused:
     linear: torch.nn.Module
     sites: tuple[LoraSite, ...]
     group_rows: tuple[int, ...]
-    """Contiguous rows of each of `sites` in the fused matrix. A rank's rows are a sequence of groups, each with these rows."""
+    """Contiguous rows of each of `sites` in the fused matrix. A rank's rows are a sequence of groups, each with these rows.
+
+    In grouped experts, these are the rows of one expert, and `sites` are those of one expert after the other.
+    """
     cut: _Cut
     sequence_parallel: bool
     ranks: tuple[int, int] = (0, 1)
@@ -110,9 +113,17 @@ class MegatronAdapted:
             return
         if model.gpt_oss:
             return  # as in transformers, its experts are no linear layers
-        for local, expert in enumerate(layer.mlp.experts.local_experts):
-            number = self._at.first_expert(model) + local
-            yield from self._feed_forward(expert, f"{prefix}.mlp.experts.{number}", model.expert_intermediate, "expert")
+        first, experts = self._at.first_expert(model), layer.mlp.experts
+        if isinstance(experts, GroupedExperts):
+            each = range(first, first + model.experts // self._at.expert_size)
+            paths, rows = [f"{prefix}.mlp.experts.{number}" for number in each], model.expert_intermediate
+            both = [f"{path}.{name}" for path in paths for name in ("gate_proj", "up_proj")]
+            yield self._fused(experts.linear_fc1, both, (rows, rows), "expert")
+            yield self._fused(experts.linear_fc2, [f"{path}.down_proj" for path in paths], (), "expert")
+        else:
+            for number, expert in enumerate(experts.local_experts, first):
+                path = f"{prefix}.mlp.experts.{number}"
+                yield from self._feed_forward(expert, path, model.expert_intermediate, "expert")
         if model.shared_intermediate:
             shared = layer.mlp.shared_experts
             yield from self._feed_forward(shared, f"{prefix}.mlp.shared_experts", model.shared_intermediate)
@@ -166,19 +177,6 @@ class MegatronAdapted:
         return LoraSite(module, rows, columns, held_rows, held_columns, frozenset(positions), cut == "expert")
 
 
-@contextmanager
-def frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Compute no gradients of the model's own weights inside the block."""
-    parameters = [each for chunk in chunks for each in chunk.parameters() if each.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 def _linear_layers(model: CheckpointShape) -> dict[str, tuple[int, int]]:
     """Return rows and columns of the linear layers in all decoder layers of the model, by name, in the checkpoint's order.
 
@@ -202,6 +200,8 @@ def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None
 def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
     """Return the hook that adds the adapters' output to that of a linear layer, which is a tensor and a bias."""
     add = _by_columns if fused.cut == "columns" else _by_rows
+    if isinstance(fused.linear, GroupedLinear):
+        add = _by_experts
 
     def hook(module: Any, arguments: Any, output: Any) -> Any:
         del module
@@ -238,6 +238,17 @@ def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tens
             raised = raised.view(*low.shape[:-1], 2, ranks, -1)[..., rank, :].flatten(-2)
         parts.append(raised.view(*low.shape[:-1], groups, rows))
     return torch.cat(parts, dim=-1).flatten(-2)
+
+
+def _by_experts(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
+    """Compute the adapters' output for grouped experts: [tokens, rows], from [tokens, columns], sorted by expert."""
+    assert isinstance(fused.linear, GroupedLinear)
+    layers, counts = len(fused.group_rows), fused.linear.counts.tolist()
+    parts = [
+        _by_rows(fused, pairs[layers * expert : layers * (expert + 1)], tokens)
+        for expert, tokens in enumerate(torch.split(given, counts))
+    ]
+    return torch.cat(parts)
 
 
 def _by_columns(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:

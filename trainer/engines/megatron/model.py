@@ -19,17 +19,28 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from weightlane.ckpt_engines import ConfigError
+
 from ...config import TrainerConfig
 from .head import prepared_head
-from .layers import AlternatingLinear, decoder_spec
+from .layers import AlternatingLinear, GroupedLinear, decoder_spec
 from .model_facts import ModelFacts
 
 
 def transformer_config(
-    config: TrainerConfig, facts: ModelFacts, *, on_cpu: bool, dtype: torch.dtype
+    config: TrainerConfig, facts: ModelFacts, *, device: torch.device, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Return megatron-core's configuration of the model and of its parallel layout."""
+    """Return megatron-core's configuration of the model and of its parallel layout, for a model on `device`.
+
+    Raises `ConfigError` for TransformerEngine on the CPU.
+    """
     shape, layout = facts.shape, config.megatron
+    if layout.transformer_engine and device.type == "cpu":
+        raise ConfigError(
+            "trainer.megatron.transformer_engine is true, but there is no CUDA device for it.",
+            part="megatron engine",
+            hint="Set trainer.megatron.transformer_engine to false.",
+        )
     windows = [window for window in facts.windows if window is not None]
     recompute: dict[str, Any] = {}
     if config.activation_checkpointing:
@@ -75,7 +86,9 @@ def transformer_config(
         batch_p2p_comm=layout.virtual_pipeline == 1,
         # The engine itself divides by the tokens of the full batch, and sums over the data parallel ranks.
         calculate_per_token_loss=True,
-        use_cpu_initialization=on_cpu,
+        # A model without data has the same parameters either way.
+        transformer_impl="transformer_engine" if layout.transformer_engine and device.type == "cuda" else "local",
+        use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # every weight comes from the checkpoint
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
@@ -84,7 +97,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **recompute,
-        **_experts(facts),
+        **_experts(facts, grouped=layout.grouped_gemm),
         **_latent(facts),
     )
     if not shape.latent:
@@ -93,12 +106,12 @@ def transformer_config(
     return made
 
 
-def _experts(facts: ModelFacts) -> dict[str, Any]:
+def _experts(facts: ModelFacts, *, grouped: bool) -> dict[str, Any]:
     """Return megatron-core's settings for experts; empty for a model without any."""
     shape, routing = facts.shape, facts.routing
     if routing is None:
         return {}
-    grouped = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.chosen_groups}
+    limited = {"moe_router_num_groups": routing.groups, "moe_router_group_topk": routing.chosen_groups}
     return {
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.expert_intermediate,
@@ -116,8 +129,8 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
         "moe_router_dtype": "fp32" if shape.latent or shape.expert_bias else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
-        **(grouped if routing.groups > 1 else {}),
+        "moe_grouped_gemm": grouped,
+        **(limited if routing.groups > 1 else {}),
     }
 
 
@@ -183,7 +196,13 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
     megatron-core's gradient norm counts parameters that are not marked as split only on tensor parallel rank 0. Zeros matter for
     the padding of the vocabulary, which no checkpoint fills.
     """
-    cut = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, AlternatingLinear: 0, RowParallelLinear: 1}
+    cut = {
+        VocabParallelEmbedding: 0,
+        ColumnParallelLinear: 0,
+        AlternatingLinear: 0,
+        GroupedLinear: 0,
+        RowParallelLinear: 1,
+    }
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
         if type(module) in cut and weight is not None:

@@ -1,4 +1,4 @@
-"""Read a Hugging Face configuration for the megatron engine, and check the parallel layout. Cheap: reads no weights."""
+"""Read a Hugging Face configuration for the megatron engine. Cheap: reads no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...config import Head, TrainerConfig
+from ...config import Head
 from .checkpoint import CheckpointShape, DeltaShape, LatentShape
 
 _PART = "megatron engine"
@@ -286,84 +286,3 @@ def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> d
         **mscales,
         **({} if shape.latent else {"correction_range_round_to_int": rounded}),
     }
-
-
-def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> None:
-    """Raise `ConfigError` unless `ranks` ranks can hold the model in the layout that ``trainer.megatron`` asks for."""
-    layout = config.megatron
-    tensor, pipeline, virtual, expert, context = (
-        layout.tensor_parallel,
-        layout.pipeline_parallel,
-        layout.virtual_pipeline,
-        layout.expert_parallel,
-        layout.context_parallel,
-    )
-
-    def need(holds: bool, problem: str, hint: str) -> None:
-        if not holds:
-            raise ConfigError(problem, part=_PART, hint=hint)
-
-    def divides(setting: str, value: int, whole: int, what: str) -> None:
-        possible = [str(number) for number in range(1, whole + 1) if whole % number == 0 and number <= ranks]
-        need(
-            whole % value == 0,
-            f"trainer.megatron.{setting}={value} does not divide the model's {whole} {what}.",
-            f"Possible here: {', '.join(possible)}.",
-        )
-
-    need(
-        ranks % (tensor * pipeline * context) == 0,
-        f"{ranks} trainer ranks cannot be split into copies of the model of {tensor} x {pipeline} ranks"
-        " (tensor_parallel x pipeline_parallel)"
-        + ("." if context == 1 else f", {context} of which share tokens (context_parallel)."),
-        f"Set trainer.ranks to a multiple of {tensor * pipeline * context}, or lower one of these.",
-    )
-    divides("tensor_parallel", tensor, model.heads, "attention heads")
-    divides("tensor_parallel", tensor, model.groups, "key and value heads")
-    if model.delta:
-        divides("tensor_parallel", tensor, model.delta.key_heads, "key heads of linear attention")
-        need(
-            context == 1,
-            f"trainer.megatron.context_parallel={context}, but the model has linear attention, whose state goes from token to"
-            " token.",
-            "Set trainer.megatron.context_parallel to 1.",
-        )
-    if model.intermediate:
-        divides("tensor_parallel", tensor, model.intermediate, "rows of its feed-forward layers")
-    if model.shared_intermediate:
-        divides("tensor_parallel", tensor, model.shared_intermediate, "rows of its shared experts")
-    need(
-        virtual == 1 or pipeline > 1,
-        f"trainer.megatron.virtual_pipeline={virtual} needs a pipeline.",
-        "Set trainer.megatron.pipeline_parallel to at least 2, or virtual_pipeline to 1.",
-    )
-    need(
-        model.layers % (pipeline * virtual) == 0,
-        f"{model.layers} decoder layers cannot be split evenly into {pipeline} x {virtual} stages"
-        " (pipeline_parallel x virtual_pipeline).",
-        "Choose two settings whose product divides the number of layers.",
-    )
-    need(
-        not layout.sequence_parallel or tensor > 1,
-        "trainer.megatron.sequence_parallel needs tensor parallelism.",
-        "Set trainer.megatron.tensor_parallel to at least 2, or sequence_parallel to false.",
-    )
-    if not model.experts:
-        need(
-            expert == 1,
-            f"trainer.megatron.expert_parallel={expert}, but the model has no experts.",
-            "Set trainer.megatron.expert_parallel to 1.",
-        )
-        return
-    divides("expert_parallel", expert, model.experts, "experts")
-    need(
-        (ranks // pipeline) % expert == 0,
-        f"trainer.megatron.expert_parallel={expert} does not divide the {ranks // pipeline} ranks of a pipeline stage.",
-        "Lower it, or set trainer.ranks to a multiple of pipeline_parallel x expert_parallel.",
-    )
-    need(
-        tensor == 1 or (layout.sequence_parallel and expert % tensor == 0),
-        "a model with experts needs sequence_parallel, and an expert_parallel that tensor_parallel divides, when"
-        " tensor_parallel is above 1: its experts are not cut by tensor parallelism.",
-        f"Set trainer.megatron.sequence_parallel=true and expert_parallel to a multiple of {tensor}, or tensor_parallel=1.",
-    )

@@ -82,7 +82,8 @@ class RowInput:
                 part.segments,
             )
         longest = max(stop - start for start, stop in bounds)
-        packed = PackedRow("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, segments=segments)
+        starts = offsets.to(torch.int32)  # as TransformerEngine takes them
+        packed = PackedRow("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, segments=segments)
         return cls(tokens[None], positions[None], packed, micro, places, context)
 
     def asked(self, query: PassQuery) -> HeadQuery:

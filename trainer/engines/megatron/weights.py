@@ -242,8 +242,3 @@ def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
     modules = [module for chunk in chunks for module in chunk.module.modules()]
     held = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
     return [tensor for tensor in held if tensor is not None]
-
-
-def gradient_buffers(chunks: Sequence[Any]) -> list[torch.Tensor]:
-    """List the buffers in which gradients are accumulated."""
-    return [each.grad_data for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]

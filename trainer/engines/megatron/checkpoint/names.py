@@ -5,6 +5,7 @@ layouts are those of megatron-core's ``GPTModel`` with its local layers:
 
 * ``linear_qkv`` holds, for one group of query heads after the other, the group's queries, its key and its value (rows).
 * ``linear_fc1`` holds this rank's rows of ``gate_proj``, then its rows of ``up_proj``. GPT-OSS's experts have both in turns.
+* Grouped experts hold, in one ``linear_fc1`` and one ``linear_fc2``, the rows of one expert after those of the other.
 * ``linear_proj`` and ``linear_fc2`` are split by columns; all other split tensors are split by rows.
 * With an output gate, ``linear_qkv`` has the gates of a group's heads after its queries. Linear attention splits the fused
   projections of the checkpoint by rows, and the parts for queries, keys and values of its convolution each by themselves.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -209,10 +210,15 @@ def _feed_forward(
     prefix: str, inner: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates
 ) -> Iterator[CheckpointSlice]:
     """Yield the parts of a layer of ``mlp`` that is all of a feed-forward layer, or of an expert."""
-    match = re.fullmatch(r"(experts\.local_experts\.(\d+)\.|shared_experts\.|)(linear_fc[12]\.(?:weight|bias))", inner)
+    match = re.fullmatch(
+        r"(experts\.(?:local_experts\.(\d+)\.)?|shared_experts\.|)(linear_fc[12]\.(?:weight|bias))", inner
+    )
     if match is None or (match[3].endswith("bias") and not model.gpt_oss):
         raise KeyError(inner)
     rank, name = at.tensor_rank, match[3]
+    if match[1] == "experts.":
+        yield from _grouped(f"{prefix}.experts", name, shape, model, at)
+        return
     if match[2]:  # tensor parallelism does not split experts
         rank, number = 0, at.first_expert(model) + int(match[2])
         if model.gpt_oss:
@@ -222,6 +228,17 @@ def _feed_forward(
     elif match[1]:
         prefix = f"{prefix}.{model.shared_experts}"
     yield from _linears(prefix, name, shape, rank, model)
+
+
+def _grouped(
+    prefix: str, name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates
+) -> Iterator[CheckpointSlice]:
+    count = model.experts // at.expert_size
+    rows = shape[0] // count
+    for place in range(count):
+        number = at.first_expert(model) + place
+        for piece in _linears(f"{prefix}.{number}", name, (rows, shape[1]), 0, model):
+            yield replace(piece, box=Box((place * rows + piece.box.starts[0], 0), piece.box.shape))
 
 
 def _linears(

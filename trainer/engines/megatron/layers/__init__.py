@@ -1,5 +1,6 @@
 """The layers that megatron-core's ``GPTModel`` is built from here."""
 
 from .decoder import AlternatingLinear, decoder_spec
+from .grouped_experts import GroupedExperts, GroupedLinear
 
-__all__ = ["AlternatingLinear", "decoder_spec"]
+__all__ = ["AlternatingLinear", "GroupedExperts", "GroupedLinear", "decoder_spec"]

@@ -6,6 +6,7 @@ Without TransformerEngine, megatron-core has neither for training with sequence 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from ...attention import packed_attention
 from ..checkpoint import CheckpointShape
 from ..rows import PackedRow
 from .gated_delta_net import GatedDeltaNet
+from .grouped_experts import GroupedExperts
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16.1 compares it to None, but defines it only if TransformerEngine is installed.
@@ -173,19 +175,41 @@ class _WholeLinear(torch.nn.Module):
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """The classes that layers are made of. Their parameters have the same names and shapes, whichever these are."""
+
+    column: Any
+    row: Any
+    norm: Any
+    attention: Any
+
+
+def _modules(config: TransformerConfig) -> _Modules:
+    """Choose TransformerEngine's, or megatron-core's and ours. Norms are never fused with linear layers."""
+    if config.transformer_impl == "local":
+        return _Modules(ColumnParallelLinear, RowParallelLinear, RmsNorm, CausalAttention)
+    from megatron.core.extensions import transformer_engine as te  # noqa: PLC0415 - a package that few have
+
+    return _Modules(te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, te.TEDotProductAttention)
+
+
 def decoder_spec(config: TransformerConfig, model: CheckpointShape, *, chunk: int | None) -> TransformerBlockSubmodules:
     """Describe the decoder layers of this pipeline stage, or of its virtual stage `chunk`."""
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    of_expert = MLPSubmodules(linear_fc1=AlternatingLinear, linear_fc2=RowParallelLinear) if model.gpt_oss else linears
+    use = _modules(config)
+    linears = MLPSubmodules(linear_fc1=use.column, linear_fc2=use.row)
+    first_linear = AlternatingLinear if model.gpt_oss else ColumnParallelLinear
+    of_expert = MLPSubmodules(linear_fc1=first_linear, linear_fc2=RowParallelLinear)
+    sequential = ModuleSpec(module=SequentialMLP, submodules=of_expert)
     dense = ModuleSpec(module=MLP, submodules=linears)
     experts = ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=SequentialMLP, submodules=of_expert),
+            experts=ModuleSpec(module=GroupedExperts) if config.moe_grouped_gemm else sequential,
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )
-    attention = _latent_attention() if config.multi_latent_attention else _attention(model.qk_norm)
+    attention = _latent_attention(use) if config.multi_latent_attention else _attention(use, model.qk_norm)
     linear = ModuleSpec(module=GatedDeltaNet, params={"delta": model.delta})
     add = ModuleSpec(module=NormedAdd, params={"config": config}) if model.output_norms else get_bias_dropout_add
 
@@ -193,10 +217,10 @@ def decoder_spec(config: TransformerConfig, model: CheckpointShape, *, chunk: in
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=RmsNorm,
+                input_layernorm=use.norm,
                 self_attention=linear if model.is_linear(number) else attention,
                 self_attn_bda=add,
-                pre_mlp_layernorm=RmsNorm,
+                pre_mlp_layernorm=use.norm,
                 mlp=experts if config.num_moe_experts and config.moe_layer_freq[number] else dense,
                 mlp_bda=add,
             ),
@@ -204,35 +228,35 @@ def decoder_spec(config: TransformerConfig, model: CheckpointShape, *, chunk: in
 
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     count = get_num_layers_to_build(config, vp_stage=chunk)
-    return TransformerBlockSubmodules([layer(number) for number in range(first, first + count)], layer_norm=RmsNorm)
+    return TransformerBlockSubmodules([layer(number) for number in range(first, first + count)], layer_norm=use.norm)
 
 
-def _attention(qk_norm: bool) -> ModuleSpec:
+def _attention(use: _Modules, qk_norm: bool) -> ModuleSpec:
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=CausalAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=RmsNorm if qk_norm else IdentityOp,
-            k_layernorm=RmsNorm if qk_norm else IdentityOp,
+            linear_qkv=use.column,
+            core_attention=use.attention,
+            linear_proj=use.row,
+            q_layernorm=use.norm if qk_norm else IdentityOp,
+            k_layernorm=use.norm if qk_norm else IdentityOp,
         ),
     )
 
 
-def _latent_attention() -> ModuleSpec:
+def _latent_attention(use: _Modules) -> ModuleSpec:
     return ModuleSpec(
         module=LatentAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
+            linear_q_proj=use.column,
             linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=ColumnParallelLinear,
+            linear_q_up_proj=use.column,
             linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=CausalAttention,
-            linear_proj=RowParallelLinear,
+            linear_kv_up_proj=use.column,
+            core_attention=use.attention,
+            linear_proj=use.row,
             q_layernorm=RmsNorm,
             kv_layernorm=RmsNorm,
         ),

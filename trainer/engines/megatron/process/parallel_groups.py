@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...config import TrainerConfig
-from .checkpoint import Coordinates
+from ....config import TrainerConfig
+from ..checkpoint import Coordinates
 
 _LOCK = threading.Lock()
 """Guards `_current`: engines may be in several threads of a process."""
