@@ -249,6 +249,9 @@ def check(
     override: SetOption = None,
     *,
     resume: ResumeOption = False,
+    on: Annotated[
+        str, typer.Option(help="GPUs to predict memory and time for, such as 8xh100, which need not be here.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check a run without starting anything, and show the resources it needs. Exit code 2 if it cannot run."""
@@ -256,11 +259,11 @@ def check(
     from .commands.check import check_run, resource_table
     from .output import console
 
-    needed = check_run(path.resolve(), override or [], resume=resume)
+    needed = check_run(path.resolve(), override or [], resume=resume, on=on)
     if as_json:
         typer.echo(json.dumps(needed, indent=2))
         return
-    console().print(resource_table(path.resolve(), needed))
+    console().print(resource_table(path.resolve(), needed, on))
 
 
 @app.command()

@@ -17,18 +17,32 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from ..config.run_config import ClusterConfig, ObserversSection, wire_dtype
 from ..config.toml_file import command_of, read_toml
 from ..run.open_observers import metrics_endpoint
-from ..run.preparation import prepare
+from ..run.preparation import Preparation, prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
+from .prediction import gpus_named, predicted
 from .sft import SftPreparation, prepare_sft
 
+_PROMPTS = 256
+"""About how many prompts are counted to know their mean length."""
 
-def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> dict[str, str]:
+
+def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False, on: str = "") -> dict[str, str]:
     """Return name and amount of every resource that the configuration at the absolute `path` needs, and what was not checked.
+
+    `on` names other GPUs than those of this machine, as `gpus_named` takes them: memory and time are predicted for these.
 
     Raises the errors of the command that the configuration is for (`command_of`); with `resume`, also those of resuming. With
     ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
     """
     command = command_of(read_toml(path))
+    if on:
+        if command != "train":
+            raise ConfigError(
+                f"{path} is for weightlane {command}, whose memory and time are not predicted.",
+                part="resources",
+                hint="Leave out --on.",
+            )
+        return _predicted(path, overrides, on, resume=resume)
     if command == "sft":
         return _supervised(prepare_sft(path, overrides, resume=resume))
     if command == "tinker":
@@ -44,13 +58,32 @@ def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> 
             for name, group in groups.items()
         }
     ready = prepare(path, overrides, resume=resume)
+    return _cluster(ready.config, ready.model) | {"training": _batches(ready)}
+
+
+def _batches(ready: Preparation) -> str:
     algorithm = ready.config.algorithm
     sizes = [task.group_size or algorithm.group_size for task in ready.train_tasks]
     least, most = min(sizes), max(sizes)
     size = f"{least}" if least == most else f"{least} to {most}"
-    return _cluster(ready.config, ready.model) | {
-        "training": f"{ready.config.loop.steps} batches of {algorithm.prompts_per_step} x {size} completions,"
+    return (
+        f"{ready.config.loop.steps} batches of {algorithm.prompts_per_step} x {size} completions,"
         f" {algorithm.updates_per_batch} optimizer steps each"
+    )
+
+
+def _predicted(path: Path, overrides: Sequence[str], on: str, *, resume: bool) -> dict[str, str]:
+    machines, gpu = gpus_named(on)
+    ready = prepare(path, overrides, resume=resume, machines=machines)
+    sizes = Sizes.of(ready.config, ready.model)
+    config = fitted(ready.config, sizes, machines)
+    some = ready.train_tasks[:: max(1, len(ready.train_tasks) // _PROMPTS)]
+    prompt_tokens = sum(len(ready.tokenizer.encode(task.prompt)) for task in some) / len(some)
+    return {
+        **dict(described(config, sizes, machines)),
+        "training": _batches(ready),
+        **predicted(config, ready.model, sizes, gpu, prompt_tokens),
+        "not checked": "whether engines and devices work, which are not those of this machine",
     }
 
 
@@ -124,9 +157,10 @@ def _open_metrics(observers: ObserversSection) -> None:
         metrics_endpoint(observers.prometheus_port, observers.prometheus_host)[0].close()
 
 
-def resource_table(path: Path, rows: Mapping[str, str]) -> Table:
+def resource_table(path: Path, rows: Mapping[str, str], on: str = "") -> Table:
     """Return a table of the result of `check_run`."""
-    table = Table(title=f"{escape(str(path))} can run", title_justify="left", show_header=False)
+    found = f"on {on}, predicted" if on else "can run"
+    table = Table(title=f"{escape(str(path))} {found}", title_justify="left", show_header=False)
     for name, amount in rows.items():
         table.add_row(name, escape(amount))
     return table

@@ -35,7 +35,7 @@ from weightlane.trainer.runner.run_dir import RunDir
 from ..config.run_config import RunConfig, check_engine, load_config
 from ..config.worker_config import WorkerConfig
 from .ray_cluster import refuse_loopback
-from .resources import refuse_unfitting
+from .resources import Machines, refuse_unfitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,19 @@ class Preparation:
     advantages: NamedAdvantages
 
 
-def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Preparation:
-    """Check the configuration at the absolute `path`, its models, data and state. Raises a typed error for the first problem."""
-    config = load_config(path, overrides)
+def prepare(
+    path: Path, overrides: Sequence[str], *, resume: bool = False, machines: Machines | None = None
+) -> Preparation:
+    """Check the configuration at the absolute `path`, its models, data and state. Raises a typed error for the first problem.
+
+    With `machines` the run is for these, and what depends on the devices of this machine is not checked.
+    """
+    config = load_config(path, overrides, runs_here=machines is None)
     run_dir = RunDir(config.run.dir, resume=resume)
     run_dir.refuse_taken()
     check_roles(config.algorithm, config.trainer, config.critic, config.reference)
     training_engine_class(config.trainer.engine)
-    here = not config.ray.address  # with an address, its processes run on other machines
+    here = machines is None and not config.ray.address  # with an address, its processes run on other machines
     if here:
         check_engine(config)
     model = check_model_dir(find_model(config.model.path))
@@ -76,7 +81,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     models = role_models(config, model)
     check_models(models, config.trainer, config.critic, config.reference, here=here)
     refuse_loopback(config.ray, config.sync.host)
-    refuse_unfitting(config, model)
+    refuse_unfitting(config, model, machines)
     tokenizer = HfTokenizer(model.path, begins=config.data.special_tokens and not config.data.chat)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
     _refuse_long_prompts(config, tokenizer, train_tasks)

@@ -24,7 +24,7 @@ _PART = "resources"
 _GB = 1e9
 _START_S_PER_GB = 30.0
 """Seconds to load a model, and twice more to rehearse, from a disk that reads 100 MB/s."""
-_OVERHEAD_BYTES = 2 << 30
+OVERHEAD_BYTES = 2 << 30
 """Memory of a device that the CUDA context, communicators and libraries take."""
 _KV_BYTES = 1 << 30
 """Smallest KV cache with which serving is useful."""
@@ -46,6 +46,8 @@ class Machines:
     gpus: int
     gpu_bytes: int = 0
     """Memory of the smallest GPU; 0 if it is unknown."""
+    serves_on_gpus: bool | None = None
+    """Whether rollouts use GPUs; None: unless the vLLM that is installed here was built for CPUs."""
 
     @classmethod
     def here(cls) -> Machines:
@@ -54,6 +56,11 @@ class Machines:
 
         count = torch.cuda.device_count()
         return cls(count, min((torch.cuda.get_device_properties(n).total_memory for n in range(count)), default=0))
+
+    def gpus_of_rollouts(self) -> float:
+        """Return the GPUs of a rollout rank that no setting says."""
+        serves = not vllm_is_for_cpus() if self.serves_on_gpus is None else self.serves_on_gpus
+        return float(self.gpus > 0 and serves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
     trainer_gpus = _trainer_gpus(config.rank_groups, machines)
     rollout_gpus = rollout.gpus_per_rank
     if rollout_gpus is None:
-        rollout_gpus = float(machines.gpus > 0 and not vllm_is_for_cpus())
+        rollout_gpus = machines.gpus_of_rollouts()
     if counted:
         _check_gpus(config, trainer_gpus, rollout_gpus, machines)
     staging, share = _staging(config, sizes, machines.gpu_bytes if rollout_gpus else 0)
@@ -129,12 +136,13 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
     )
 
 
-def refuse_unfitting(config: ClusterConfig, model: ModelInfo) -> None:
-    """Raise the `ConfigError` with which the start of `config` would fail, because it does not fit its machines.
+def refuse_unfitting(config: ClusterConfig, model: ModelInfo, machines: Machines | None = None) -> None:
+    """Raise the `ConfigError` with which the start of `config` would fail, because it does not fit `machines`; None: this one.
 
     With ``ray.address``, the number of GPUs is not checked, since the cluster may have more than this machine.
     """
-    fitted(config, Sizes.of(config, model), Machines.here(), counted=not config.ray.address)
+    counted = machines is not None or not config.ray.address
+    fitted(config, Sizes.of(config, model), machines or Machines.here(), counted=counted)
 
 
 def fitted_trainer(
@@ -243,7 +251,7 @@ def _staging(config: ClusterConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, 
     if not gpu_bytes or "cuda" not in engine.capabilities.devices:
         return choices[0], rollout.gpu_memory_utilization or GPU_SHARE
     for staging in choices:
-        most = (gpu_bytes - staging - _OVERHEAD_BYTES - _kept_by_trainer(config, sizes)) / gpu_bytes
+        most = (gpu_bytes - staging - OVERHEAD_BYTES - _kept_by_trainer(config, sizes)) / gpu_bytes
         share = rollout.gpu_memory_utilization or min(GPU_SHARE, most)
         if share <= most and share * gpu_bytes >= sizes.share + _KV_BYTES:
             return staging, round(share, 3)
@@ -257,7 +265,7 @@ def _staging(config: ClusterConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, 
 
 def _kept_by_trainer(config: ClusterConfig, sizes: Sizes) -> int:
     """Return the bytes that a trainer rank keeps on a device that it shares, while rollouts use it: context and snapshot."""
-    return _OVERHEAD_BYTES + sizes.version // config.trainer.ranks if config.trainer.colocate else 0
+    return OVERHEAD_BYTES + sizes.version // config.trainer.ranks if config.trainer.colocate else 0
 
 
 def vllm_is_for_cpus() -> bool:

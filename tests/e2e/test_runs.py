@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ from run_process import FinishedRun, StartRun, events_of
 from safetensors.torch import load_file
 from saved_states import saved_tensors
 from tiny_models import load_tensors
-from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material
+from tiny_run import BETAS, GROUP_SIZE, IN_ENGINE, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from trace_format import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -23,6 +24,9 @@ from weightlane.cli.main import app
 from weightlane.cli.report.run_record import read_record
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+DOCS, RECIPES = ROOT / "docs", ROOT / "examples" / "gsm8k"
 
 CONSTANT_REWARD = """
 import time
@@ -260,3 +264,26 @@ def check_optimizer(at_4: dict[str, torch.Tensor], at_6: dict[str, torch.Tensor]
         torch.testing.assert_close(at_6[f"exp_avg|{name}"].double(), first, rtol=1e-5, atol=1e-12)
         torch.testing.assert_close(at_6[f"exp_avg_sq|{name}"].double(), second, rtol=1e-5, atol=1e-12)
         torch.testing.assert_close(at_6[f"weight|{name}"].double(), parameter, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("recipe", "more"),
+    [
+        ("qwen3-4b-one-node", {}),
+        ("qwen3-0.6b-one-gpu", {"trainer.gpus_per_rank": "0", "rollout.gpus_per_rank": "0", "trainer.ranks": "1"}),
+    ],
+)
+def test_recipes_for_gpus_run_at_tiny_size_by_their_own_files(
+    material: Material, tmp_path: Path, start_run: StartRun, recipe: str, more: dict[str, str]
+) -> None:
+    settings = dict(re.findall(r"--set ([\w.]+)=(\S+)", (DOCS / "guides" / "recipes.md").read_text()))
+    settings |= {"run.dir": str(tmp_path / "run"), "model.path": str(material.model), "loop.steps": "2", **more}
+    settings |= {"data.train": str(material.train), "data.heldout": str(material.heldout)}
+    settings["rollout.extra_engine_args.distributed_executor_backend"] = IN_ENGINE
+    arguments = [part for setting in settings.items() for part in ("--set", "=".join(setting))]
+    ended = start_run(["train", str(RECIPES / f"{recipe}.toml"), "--plain", *arguments]).end()
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["versions_committed"], summary["samples"]["failed"]) == (3, {})
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")

@@ -10,6 +10,7 @@ from command_line import assert_refused, run
 from tiny_run import Material
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.cli.commands.prediction import gpus_named, predicted
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted, fitted_trainer, reserved_cpus
@@ -59,6 +60,35 @@ def test_a_model_of_seven_billion_goes_over_nccl_to_a_gpu_of_its_own_as_it_comes
     assert text["machine"] == "8 GPUs of 80 GB"
     assert text["model"] == "7 billion parameters, 14 GB a version"
     assert "28 GB each" in text["trainer"]
+
+
+def test_memory_and_time_on_gpus_that_are_not_here_follow_from_the_models_shape() -> None:
+    machines, gpu = gpus_named("8xH100")
+    config = configured(
+        trainer={"ranks": 4, "micro_batch_tokens": 16384, "activation_checkpointing": True},
+        rollout={"replicas": 4, "max_num_seqs": 256, "concurrency": 256, "dtype": "bfloat16"},
+        algorithm={"group_size": 8, "prompts_per_step": 128, "max_new_tokens": 1000},
+    )
+    shape = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    model = ModelInfo(Path("m"), shape | heads, "Qwen3ForCausalLM", 151936, (0,), "bfloat16")
+    sizes = sized(4, config)
+    rows = predicted(fitted(config, sizes, machines), model, sizes, gpu, prompt_tokens=100.0)
+    # Worked out by hand. State: 16 bytes x 4e9 / 4. Activations: an input of each layer, and 22,528 features of one.
+    assert "state 16.0, activations of 16384 tokens 6.7" in rows["memory of a trainer rank"]
+    # Training: 8 operations x 4e9 x (1024 x 1000 + 128 x 100) tokens on 4 GPUs. Decoding: 1,000 times 8e9 bytes of weights and
+    # 256 caches of 147,456 bytes x 600 tokens, at 60 % of 3,350 GB/s.
+    assert rows["time of a step"] == "24 s: generation 15 s, training 24 s, at the same time"
+    assert rows["time of the run"].startswith("40 min for 100 steps")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
+    mixture = ModelInfo(Path("m"), shape | heads | experts, "Qwen3MoeForCausalLM", 151936, (0,), "bfloat16")
+    rows = predicted(fitted(config, sizes, machines), mixture, sizes, gpu, prompt_tokens=100.0)
+    assert "training 14 s" in rows["time of a step"], "1.7e9 of the 4e9 parameters are in the experts that rest"
+    in_turns = configured(**{**config.model_dump(), "loop": {"max_staleness": 0}})
+    rows = predicted(fitted(in_turns, sizes, machines), model, sizes, gpu, prompt_tokens=100.0)
+    assert rows["time of a step"].startswith("39 s")
+    with pytest.raises(ConfigError, match=r"a trainer rank needs about 24\.9 GB"):
+        predicted(fitted(config, sizes, machines), model, sizes, gpus_named("8xrtx4090")[1], prompt_tokens=100.0)
 
 
 def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns(
@@ -168,6 +198,13 @@ def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     assert "million" not in result.stdout
     assert "parameters" in result.stdout
     assert not (tmp_path / "run").exists()
+    nccl = ["--set", "checkpoint_engine.backend=nccl"]
+    elsewhere = run("check", str(path), "--on", "2xh100", *nccl)
+    assert elsewhere.exit_code == 0, elsewhere.output
+    assert "on 2xh100, predicted" in elsewhere.stdout
+    assert "1 ranks x 1 GPUs" in elsewhere.stdout
+    assert_refused("need 2 GPUs, but there are 1", "check", str(path), "--on", "1xh100", *nccl)
+    assert_refused("Known: a100, ", "check", str(path), "--on", "2xabacus")
     assert_refused("203.0.113.7", "check", str(path), "--set", "sync.host=203.0.113.7")
     assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")
     small = ["--set", "rollout.staging_limit_bytes=100", "--set", "checkpoint_engine.backend=gloo"]
