@@ -36,20 +36,27 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.e
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 
 
-@pytest.mark.parametrize("played_by", ["calculator", "agent"])
-def test_the_calculator_example_learns_over_two_turns_and_trains_the_engines_own_tokens(
-    played_by: str, tmp_path: Path, start_run: StartRun
-) -> None:
-    task, run_dir = tmp_path / "task", tmp_path / "run"
-    prepare = [sys.executable, str(EXAMPLE / "prepare.py"), "--out", str(task)]
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the example's preparation makes."""
+    folder = tmp_path_factory.mktemp("calculator") / "task"
+    prepare = [sys.executable, str(EXAMPLE / "prepare.py"), "--out", str(folder)]
     subprocess.run(prepare, check=True, timeout=10 * HANG_S, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.mark.parametrize("played_by", ["calculator", "agent"])
+def test_the_calculator_example_takes_two_turns_and_trains_the_engines_own_tokens(
+    played_by: str, task: Path, tmp_path: Path, start_run: StartRun
+) -> None:
+    run_dir = tmp_path / "run"
     settings = {
         "run.dir": run_dir,
         "model.path": task / "model",
         "data.train": task / "train.jsonl",
         "data.heldout": task / "heldout.jsonl",
-        "loop.steps": 40,
-        "loop.evaluate_tasks": 128,
+        "loop.steps": 4,
+        "loop.evaluate_tasks": 16,
         "loop.max_staleness": 0,
         "loop.blocking_syncs": 0,
         "rollout.extra_engine_args.distributed_executor_backend": IN_ENGINE,
@@ -57,8 +64,6 @@ def test_the_calculator_example_learns_over_two_turns_and_trains_the_engines_own
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     ended = start_run(["train", str(EXAMPLE / f"{played_by}.toml"), "--plain", *arguments]).end()
     assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
     steps = events_of(run_dir, "training_step")
     # The trainer computes the log-probabilities of the tokens that it was given: those of other tokens would differ.
     assert max(step["approx_kl"] for step in steps) < 1e-6
