@@ -19,7 +19,7 @@ from ..config.toml_file import command_of, read_toml
 from ..run.open_observers import metrics_endpoint
 from ..run.preparation import Preparation, prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
-from .prediction import gpus_named, predicted
+from .prediction import ModelCost, elements_of, gpus_named, predicted
 from .sft import SftPreparation, prepare_sft
 
 _PROMPTS = 256
@@ -79,10 +79,14 @@ def _predicted(path: Path, overrides: Sequence[str], on: str, *, resume: bool) -
     config = fitted(ready.config, sizes, machines)
     some = ready.train_tasks[:: max(1, len(ready.train_tasks) // _PROMPTS)]
     prompt_tokens = sum(len(ready.tokenizer.encode(task.prompt)) for task in some) / len(some)
+    from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
+
+    text = AutoConfig.from_pretrained(ready.model.path).get_text_config()
+    cost = ModelCost.of(text, elements_of(ready.model.path))
     return {
         **dict(described(config, sizes, machines)),
         "training": _batches(ready),
-        **predicted(config, ready.model, sizes, gpu, prompt_tokens),
+        **predicted(config, cost, ready.model.dtype, sizes, gpu, prompt_tokens),
         "not checked": "whether engines and devices work, which are not those of this machine",
     }
 

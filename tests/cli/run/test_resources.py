@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from command_line import assert_refused, run
 from tiny_run import Material
+from transformers import MambaConfig, Qwen3Config, Qwen3MoeConfig
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.cli.commands.prediction import gpus_named, predicted
+from weightlane.cli.commands.prediction import Gpu, ModelCost, gpus_named, predicted
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted, fitted_trainer, reserved_cpus
@@ -64,31 +65,43 @@ def test_a_model_of_seven_billion_goes_over_nccl_to_a_gpu_of_its_own_as_it_comes
 
 def test_memory_and_time_on_gpus_that_are_not_here_follow_from_the_models_shape() -> None:
     machines, gpu = gpus_named("8xH100")
-    config = configured(
-        trainer={"ranks": 4, "micro_batch_tokens": 16384, "activation_checkpointing": True},
-        rollout={"replicas": 4, "max_num_seqs": 256, "concurrency": 256, "dtype": "bfloat16"},
-        algorithm={"group_size": 8, "prompts_per_step": 128, "max_new_tokens": 1000},
-    )
+    sections: dict[str, Any] = {
+        "trainer": {"ranks": 4, "micro_batch_tokens": 16384, "activation_checkpointing": True},
+        "rollout": {"replicas": 4, "max_num_seqs": 256, "concurrency": 256, "dtype": "bfloat16"},
+        "algorithm": {"group_size": 8, "prompts_per_step": 128, "max_new_tokens": 1000},
+    }
     shape = {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    model = ModelInfo(Path("m"), shape | heads, "Qwen3ForCausalLM", 151936, (0,), "bfloat16")
-    sizes = sized(4, config)
-    rows = predicted(fitted(config, sizes, machines), model, sizes, gpu, prompt_tokens=100.0)
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    plain = ModelCost.of(Qwen3Config(**shape), {"w": 4 * GB})
+
+    def rows(model: ModelCost = plain, gpu: Gpu = gpu, **more: dict[str, Any]) -> dict[str, str]:
+        config = configured(**{name: sections.get(name, {}) | more.get(name, {}) for name in sections | more})
+        sizes = sized(4, config)
+        return predicted(fitted(config, sizes, machines), model, "bfloat16", sizes, gpu, prompt_tokens=100.0)
+
     # Worked out by hand. State: 16 bytes x 4e9 / 4. Activations: an input of each layer, and 22,528 features of one.
-    assert "state 16.0, activations of 16384 tokens 6.7" in rows["memory of a trainer rank"]
+    assert "state 16.0, activations of 16384 tokens 6.7, snapshot 2.0" in rows()["memory of a rank of trainer"]
     # Training: 8 operations x 4e9 x (1024 x 1000 + 128 x 100) tokens on 4 GPUs. Decoding: 1,000 times 8e9 bytes of weights and
     # 256 caches of 147,456 bytes x 600 tokens, at 60 % of 3,350 GB/s.
-    assert rows["time of a step"] == "24 s: generation 15 s, training 24 s, at the same time"
-    assert rows["time of the run"].startswith("40 min for 100 steps")
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024}
-    mixture = ModelInfo(Path("m"), shape | heads | experts, "Qwen3MoeForCausalLM", 151936, (0,), "bfloat16")
-    rows = predicted(fitted(config, sizes, machines), mixture, sizes, gpu, prompt_tokens=100.0)
-    assert "training 14 s" in rows["time of a step"], "1.7e9 of the 4e9 parameters are in the experts that rest"
-    in_turns = configured(**{**config.model_dump(), "loop": {"max_staleness": 0}})
-    rows = predicted(fitted(in_turns, sizes, machines), model, sizes, gpu, prompt_tokens=100.0)
-    assert rows["time of a step"].startswith("39 s")
-    with pytest.raises(ConfigError, match=r"a trainer rank needs about 24\.9 GB"):
-        predicted(fitted(config, sizes, machines), model, sizes, gpus_named("8xrtx4090")[1], prompt_tokens=100.0)
+    assert rows()["time of a step"] == "24 s: generation 15 s, training 24 s, at the same time"
+    assert rows()["time of the run"].startswith("40 min for 100 steps")
+    assert rows(loop={"max_staleness": 0})["time of a step"].startswith("39 s")
+    assert "training 18 s" in rows(trainer={"lora": {}})["time of a step"], "6 of 8 operations"
+    assert "12 requests at once" in rows(rollout={"kv_cache_memory_bytes": 1 << 30})["memory of a rollout rank"]
+    megatron = {"engine": "megatron", "megatron": {"tensor_parallel": 2}}
+    assert "state 32.0" in rows(trainer=megatron)["memory of a rank of trainer"], "two copies"
+    distributed = {"engine": "megatron", "megatron": {"tensor_parallel": 2, "distributed_optimizer": True}}
+    assert "state 20.0" in rows(trainer=distributed)["memory of a rank of trainer"], "4 of 16 bytes twice"
+    experts = Qwen3MoeConfig(**shape, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1024)
+    mixture = ModelCost.of(experts, {"w": 2 * GB, "layers.0.mlp.experts.0.up_proj.weight": 2 * GB})
+    assert "training 15 s" in rows(mixture)["time of a step"], "of 2e9 parameters in experts, a quarter"
+    for refused, why in (
+        (lambda: rows(gpu=gpus_named("8xrtx4090")[1]), r"a rank of trainer needs about 26\.9 GB"),
+        (lambda: rows(trainer={"device": "cpu"}), "trainer and rollouts on GPUs"),
+        (lambda: ModelCost.of(MambaConfig(), {}), "not predicted for mamba"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            refused()
 
 
 def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns(
