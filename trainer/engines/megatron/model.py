@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,15 +33,28 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return megatron-core's configuration of the model and of its parallel layout, for a model on `device`.
 
-    Raises `ConfigError` for TransformerEngine on the CPU.
+    Raises `ConfigError` for settings that `device` or the libraries here do not have.
     """
     shape, layout = facts.shape, config.megatron
-    if layout.transformer_engine and device.type == "cpu":
-        raise ConfigError(
-            "trainer.megatron.transformer_engine is true, but there is no CUDA device for it.",
-            part="megatron engine",
-            hint="Set trainer.megatron.transformer_engine to false.",
-        )
+    for setting, holds, problem in (
+        ("transformer_engine", device.type != "cpu", "there is no CUDA device for it"),
+        (
+            "transformer_engine",
+            device.type != "cuda" or find_spec("transformer_engine") is not None,
+            "TransformerEngine is not installed on this rank's machine (pip install 'transformer-engine[pytorch]')",
+        ),
+        (
+            "grouped_gemm",
+            device.type != "cuda" or dtype == torch.bfloat16,
+            "torch's grouped matrix products are for bfloat16 on CUDA devices",
+        ),
+    ):
+        if getattr(layout, setting) and not holds:
+            raise ConfigError(
+                f"trainer.megatron.{setting} is true, but {problem}.",
+                part="megatron engine",
+                hint=f"Set trainer.megatron.{setting} to false.",
+            )
     windows = [window for window in facts.windows if window is not None]
     recompute: dict[str, Any] = {}
     if config.activation_checkpointing:

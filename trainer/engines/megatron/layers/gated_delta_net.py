@@ -115,7 +115,7 @@ def _delta_rule(
         value: [tokens, heads, value width].
         decay: float32 [tokens, heads], the logarithm of the share of the state that is kept.
         strength: [tokens, heads], the share of a value that replaces what the state has for the key.
-        offsets: int64 [sequences + 1], where each sequence begins, and the number of tokens.
+        offsets: int32 [sequences + 1], where each sequence begins, and the number of tokens.
 
     Returns:
         [tokens, heads, value width].
@@ -123,7 +123,8 @@ def _delta_rule(
     tensors = (query.to(value.dtype), key.to(value.dtype), value, decay, strength)
     if gated_delta_net.HAVE_FLA and value.is_cuda:
         q, k, v, g, beta = (each[None].contiguous() for each in tensors)
-        packed: torch.Tensor = gated_delta_net.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=offsets)[0]
+        starts = offsets.long()
+        packed: torch.Tensor = gated_delta_net.chunk_gated_delta_rule(q, k, v, g=g, beta=beta, cu_seqlens=starts)[0]
         return packed[0]
     lengths = offsets.diff().tolist()
     q, k, v, g, beta = (pad_sequence(list(torch.split(each, lengths)), batch_first=True) for each in tensors)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from weightlane.ckpt_engines import ConfigError
@@ -87,11 +85,6 @@ def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> N
     engine = "trainer.megatron.transformer_engine"
     for holds, problem, hint in (
         (
-            find_spec("transformer_engine") is not None,
-            "is true, but TransformerEngine is not installed.",
-            "Run pip install 'transformer-engine[pytorch]' where the trainer ranks are, or set",
-        ),
-        (
             config.compute_dtype != "float32" and config.device != "cpu",
             "computes in bfloat16 on CUDA devices: its attention has no float32 for packed sequences.",
             "Set trainer.compute_dtype and trainer.device to auto, or",
@@ -127,7 +120,7 @@ def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> N
         "trainer.megatron.grouped_gemm is true, but the model's experts have biases.",
         "Set trainer.megatron.grouped_gemm to false.",
     )
-    numbers = 16 // (4 if config.compute_dtype == "float32" else 2)
+    numbers = 16 // (4 if config.compute_dtype == "float32" or config.device == "cpu" else 2)
     need(
         not layout.grouped_gemm or (model.hidden % numbers, model.expert_intermediate % numbers) == (0, 0),
         f"trainer.megatron.grouped_gemm needs rows of multiples of 16 bytes; the experts' matrices have {model.hidden} and"
