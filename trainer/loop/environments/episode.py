@@ -93,9 +93,6 @@ class Episode:
         try:
             number = len(self.turns) if after is None else after
             return await self._reply(news, number, max_new_tokens or self._limits.max_new_tokens, template)
-        except asyncio.CancelledError:
-            self.close()
-            raise
         except Exception as error:
             self._fail(as_weightlane_error(error, _PART), self.kind or "request")
             raise

@@ -21,7 +21,9 @@ STOP = 0
 
 
 class Saying(LiveRollout):
-    """Writes the texts that it is given, then numbers; keeps what it read and wrote."""
+    """Writes the texts that it is given, then numbers; keeps what it read and wrote. HANGS never ends."""
+
+    hanging = 0
 
     def __init__(self, world: World, name: str, *texts: str) -> None:
         super().__init__(world, name)
@@ -31,6 +33,14 @@ class Saying(LiveRollout):
         text = self.texts.pop(0) if self.texts else f"reply {len(self.said)}"
         if text == "DEADLINE":
             raise DeadlineExceededError("request 3 took longer than 600 s.", part="rollout-0")
+        if text == "BROKEN":
+            raise KeyError(text)
+        if text == "HANGS":
+            Saying.hanging += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                Saying.hanging -= 1
         tokens = [*map(ord, text), STOP][:max_new_tokens]
         self.said.append((list(prompt_ids), tokens))
         logprobs = [-1.0 / (1 + token) for token in tokens]

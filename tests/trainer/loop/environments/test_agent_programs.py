@@ -49,6 +49,11 @@ def test_a_program_plays_by_its_environment_and_arguments_alone(tmp_path: Path) 
     assert (found.error, found.reward, found.metrics) == (None, len("reply 1"), {"words": 4.0})
     assert rollout.said[0][0] == ids("0 tools<user>Say task-0 {of} {\0<assistant>")
     assert len(found.trajectory.sequences) == 1
+    # The last line of a program that fails, because its episode is cut short, is no reward.
+    counting = "print(7); [ask([{'role': 'user', 'content': 'x'}]) for _ in range(2)]"
+    (tmp_path / "counting.py").write_text(PROGRAM.partition("messages = [")[0] + counting)
+    found, _ = played(tmp_path, ["python", "counting.py"], options={"reward": "agent"}, max_turns=1)
+    assert (found.error, found.reward, found.ended) == (None, 0.0, "turns")
 
 
 def test_the_guides_program_over_openais_sdk_plays_forked_with_the_guides_options(tmp_path: Path) -> None:

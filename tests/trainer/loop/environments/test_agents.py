@@ -144,6 +144,8 @@ def test_a_call_that_cannot_be_served_is_refused_in_openais_words_and_costs_noth
         ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "its content must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "a tool call must have id"),
         ({"tools": ["add"]}, "tools must be a list of functions"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls must be a list"),
+        ({"chat_template_kwargs": {"after": 0}}, "chat_template_kwargs must be an object without add_gen"),
     ]
 
     async def agent(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
@@ -218,6 +220,31 @@ def test_an_episode_that_ends_refuses_further_calls_and_is_judged_as_it_stands(t
     asyncio.run(two_episodes())
 
 
+def test_a_call_that_is_given_up_or_outlives_its_agent_is_no_turn_and_its_generation_ends(tmp_path: Path) -> None:
+    outlives = []
+
+    async def gives_up(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
+        openai = AsyncOpenAI(**client)
+
+        async def begun() -> asyncio.Task[Any]:
+            asked = openai.chat.completions.create(model="", messages=[user("x")])
+            asking = asyncio.create_task(cast("Any", asked))
+            while not Saying.hanging:  # noqa: ASYNC110 - only this test waits for it
+                await asyncio.sleep(0.01)
+            return asking
+
+        (await begun()).cancel()
+        made = await openai.chat.completions.create(model="", messages=[user("x")])
+        assert made.choices[0].message.content == "kept"
+        outlives.append(await begun())
+        return 1.0
+
+    texts, limits = ["HANGS", "kept", "HANGS"], {"max_turns": 2, "turn_time_limit_s": HANG_S}
+    found, rollout = played(tmp_path, gives_up, *texts, options={"reward": "agent"}, **limits)
+    assert (found.error, found.reward, found.ended, rollout.hanging) == (None, 1.0, "", 0)
+    assert [turn.completion.token_ids for turn in found.trajectory.turns] == [[*ids("kept"), STOP]]
+
+
 async def makes_no_call(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
     return 1.0
 
@@ -238,6 +265,28 @@ async def asks_a_replica_that_fails(task: Mapping[str, Any], client: Mapping[str
     await asyncio.sleep(1e6)
 
 
+async def asks_a_broken_replica(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    await asks_a_replica_that_fails(task, client)
+
+
+async def is_read_by_a_broken_parser(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    (refused,) = await errors_of(client, {"tools": [ADD]})
+    assert refused.status_code == 410
+    await asyncio.sleep(1e6)
+
+
+async def exits(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    raise SystemExit(3)
+
+
+def exits_in_a_thread(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+    raise SystemExit("no model")
+
+
+def parse(text: str) -> Sequence[Any]:
+    raise KeyError(text)
+
+
 def hangs_in_a_thread(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
     import threading
 
@@ -251,6 +300,10 @@ def hangs_in_a_thread(task: Mapping[str, Any], client: Mapping[str, str]) -> Non
         (gives_no_reward, "environment", "the agent gave no reward, but 'good'"),
         (raises, "environment", "OSError: no simulator"),
         (asks_a_replica_that_fails, "request", "request 3 took longer"),
+        (asks_a_broken_replica, "request", "unexpected KeyError: 'BROKEN'"),
+        (is_read_by_a_broken_parser, "environment", "environment.options.format raised KeyError: 'reply 0'"),
+        (exits, "environment", "the agent left by exit(3)"),
+        (exits_in_a_thread, "environment", "the agent left by exit('no model')"),
         (hangs_in_a_thread, "environment", "ended by environment.turn_time_limit_s, 0.5 s"),
         (["python", "-c", "raise SystemExit('no model')"], "environment", "the agent ended with status 1: no model"),
     ],
@@ -258,9 +311,12 @@ def hangs_in_a_thread(task: Mapping[str, Any], client: Mapping[str, str]) -> Non
 def test_a_fault_of_an_agent_is_a_typed_error_of_its_episode(
     agent: Agent | Sequence[str], kind: str, says: str, tmp_path: Path
 ) -> None:
-    texts = ["DEADLINE"] if agent is asks_a_replica_that_fails else []
+    texts = ["DEADLINE"] if agent is asks_a_replica_that_fails else ["BROKEN"] if agent is asks_a_broken_replica else []
+    options = {"reward": "agent"}
+    if agent is is_read_by_a_broken_parser:
+        AGENTS["parse"], options["format"] = cast("Any", parse), "agents_of_test:parse"
     limit = 0.5 if agent is hangs_in_a_thread else HANG_S
-    found, _ = played(tmp_path, agent, *texts, options={"reward": "agent"}, turn_time_limit_s=limit)
+    found, _ = played(tmp_path, agent, *texts, options=options, turn_time_limit_s=limit)
     assert found.error is not None
     assert found.kind == kind
     assert says in str(found.error)

@@ -111,7 +111,7 @@ class Endpoint:
         try:
             session = self._session_of(request)
             asked = chat_request(await _body(request), self._temperature, ignores_sampling=self._ignores_sampling)
-            answer = await session.chat(asked)
+            answer = await session.chat(asked, _disconnect(request))
         except CallError as error:
             return _refused(error)
         if isinstance(answer, str):
@@ -157,6 +157,12 @@ async def _body(request: Request) -> object:
         return json.loads(received)
     except (ValueError, RecursionError) as cause:
         raise CallError(f"the body is no JSON: {cause}.") from cause
+
+
+async def _disconnect(request: Request) -> None:
+    """Return once the client has gone, before its request is answered."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _refused(error: CallError) -> Response:

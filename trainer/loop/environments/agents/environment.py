@@ -156,6 +156,8 @@ class Agent(Environment):
         from .endpoint import Endpoint  # noqa: PLC0415 - has an HTTP server
 
         options, model_dir = self.options, self.context.model_dir
+        if options.function is not None:  # its client reads the variables of this process
+            os.environ.update(_without_proxy(options.host))
         return Endpoint(
             options.host,
             options.port,
@@ -198,20 +200,19 @@ class Agent(Environment):
             call = asyncio.wrap_future(self._threads.submit(partial(self._function, task, client)))
         try:
             return await call
-        except Exception:
-            if not session.cut_short:
-                raise
-            return None
+        except (Exception, SystemExit) as raised:
+            if session.cut_short:
+                return None
+            if isinstance(raised, SystemExit):  # asyncio would end the run with it
+                raise EpisodeError(f"the agent left by exit({raised.code!r}).", part=_PART) from raised
+            raise
 
     async def _run_program(self, task: Mapping[str, Any], client: Mapping[str, str]) -> Ended:
         command = [_filled(part, task) for part in self.options.command]
         command[0] = self._program(command[0])
-        known = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
-        no_proxy = ",".join(filter(None, (known, self.options.host)))
         environment = {
             **os.environ,
-            "NO_PROXY": no_proxy,
-            "no_proxy": no_proxy,
+            **_without_proxy(self.options.host),
             "OPENAI_BASE_URL": client["base_url"],
             "OPENAI_API_KEY": client["api_key"],
         }
@@ -223,7 +224,9 @@ class Agent(Environment):
         return str(self._folder / name) if os.sep in name else name
 
     def _printed(self, ended: Ended, session: Session) -> Any:
-        if ended.status and not session.cut_short:
+        if ended.status:
+            if session.cut_short:
+                return None  # what it printed last was no reward
             last = ended.err.strip().splitlines()[-1:] or ["it printed no error."]
             raise EpisodeError(f"the agent ended with status {ended.status}: {last[0]}", part=_PART)
         last = ended.out.strip().splitlines()[-1:]
@@ -246,6 +249,13 @@ class Agent(Environment):
             part=_PART,
             hint='Print a number, or {"reward": ...}, as the last line, or set environment.options.reward to "function".',
         )
+
+
+def _without_proxy(host: str) -> dict[str, str]:
+    """Return the variables by which a client calls `host`, and the hosts that are named already, without a proxy."""
+    known = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
+    hosts = known if host in known.split(",") else ",".join(filter(None, (known, host)))
+    return {"NO_PROXY": hosts, "no_proxy": hosts}
 
 
 def _filled(part: str, task: Mapping[str, Any]) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import ConfigError, EpisodeError, WeightlaneError, as_weightlane_error
 
 from ..contract import EpisodeView, Message, Reply
-from ..tools.calls import Parser
+from ..tools.calls import Parser, ToolCall
 from .wire import CallError, ChatRequest, as_events, assistant_message, completion, message_key
+
+_PART = "environment agent"
 
 ParserOf = Callable[[Sequence[Message]], Parser]
 """Returns the function that finds calls of given tools in a reply."""
@@ -39,6 +41,7 @@ class Session:
     def __init__(self, episode: EpisodeView, parser_of: ParserOf) -> None:
         self._episode, self._parser_of = episode, parser_of
         self._one_at_a_time = asyncio.Lock()
+        self._answering: set[asyncio.Task[Any]] = set()
         self._points: list[_Point] = []
         self._over = ""
         self.last: Reply | None = None
@@ -51,40 +54,64 @@ class Session:
         """Is called once `failure` is there."""
 
     def close(self) -> None:
-        """Refuse further calls."""
+        """Refuse further calls, and give up those that are being answered: their replies are no part of the episode."""
         self._over = self._over or "the episode has ended."
+        for answering in self._answering:
+            answering.cancel()
 
-    async def chat(self, request: ChatRequest) -> dict[str, Any] | str:
-        """Return the completion, or the events of its stream. Raises `CallError`."""
+    async def chat(self, request: ChatRequest, gone: Coroutine[Any, Any, None]) -> dict[str, Any] | str:
+        """Return the completion, or the events of its stream. Raises `CallError`.
+
+        When `gone` returns, because the client has left, the reply is given up: the agent does not know it, and may ask again.
+        """
+        answering, leaving = asyncio.create_task(self._chat(request)), asyncio.create_task(gone)
+        self._answering.add(answering)
+        answering.add_done_callback(self._answering.discard)
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answering.cancel()
+            leaving.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+        if answering.cancelled():
+            raise CallError(self._over or "the client has gone.", status=410, code="episode_over")
+        return answering.result()
+
+    async def _chat(self, request: ChatRequest) -> dict[str, Any] | str:
         async with self._one_at_a_time:
             if self._over:
                 raise CallError(self._over, status=410, code="episode_over")
             after = self._point_before(request)
             template = {**request.template, "tools": list(request.tools) or None}
+            parse = self._parser(request)
             try:
-                parse = self._parser_of(request.tools) if request.offers_tools else None
                 reply = await self._episode.reply(
                     request.messages[len(self._points[after - 1].keys) if after else 0 :],
                     after=after,
                     max_new_tokens=request.max_new_tokens,
                     **template,
                 )
-            except WeightlaneError as error:
+                calls = _calls(parse, reply) if parse else []
+            except Exception as raised:
+                error = as_weightlane_error(raised, _PART)
                 self._over, self.failure = f"the episode was lost: {error}", error
                 self.failed()
-                raise CallError(self._over, status=410, code="episode_over") from error
+                raise CallError(self._over, status=410, code="episode_over") from raised
             if reply.is_last:
                 raise self._cut_short(reply)
             self.last = reply
-            calls = parse(reply.text) if parse else []
-            if any(call.error for call in calls):
-                calls = []  # the agent gets the text, as of any other reply
             reply_id = secrets.token_hex(12)
             message = assistant_message(reply.text, calls, reply_id)
             self._points.append(_Point([*request.keys, message_key(message)], _setting(request)))
             read = len(self._episode.token_ids) - len(reply.token_ids)
             whole = completion(message, reply, request, reply_id, read)
             return as_events(whole, include_usage=request.include_usage) if request.stream else whole
+
+    def _parser(self, request: ChatRequest) -> Parser | None:
+        try:
+            return self._parser_of(request.tools) if request.offers_tools else None
+        except ConfigError as error:  # without tools it was made before the run
+            raise CallError(f"the tool parser refuses the tools: {error}", param="tools") from error
 
     def _point_before(self, request: ChatRequest) -> int:
         """Return the number of the reply, from 1, up to which the request is what was said; 0 if there is none.
@@ -106,6 +133,18 @@ class Session:
             return CallError(self._over, code="context_length_exceeded", param="messages")
         self._over = "the episode has environment.max_turns replies."
         return CallError(self._over, status=410, code="episode_over")
+
+
+def _calls(parse: Parser, reply: Reply) -> Sequence[ToolCall]:
+    """Return the calls in a reply; none if one is malformed: the agent gets the text, as of any other reply."""
+    try:
+        calls = parse(reply.text)
+    except Exception as cause:
+        raise EpisodeError(
+            f"environment.options.format raised {type(cause).__name__}: {cause} for the reply {reply.text!r}.",
+            part=_PART,
+        ) from cause
+    return [] if any(call.error for call in calls) else calls
 
 
 def _setting(request: ChatRequest) -> str:

@@ -44,6 +44,9 @@ _FORM: dict[str, tuple[Any, ...]] = {
 """Parameters that change what a reply consists of, and the values that are served."""
 _READ = {"messages", "model", "tools", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
 _READ |= {"chat_template_kwargs"}
+_TEMPLATES_OWN = {"self", "news", "after", "max_new_tokens", "messages", "answered", "tools"}
+_TEMPLATES_OWN |= {"conversation", "add_generation_prompt", "tokenize"}
+"""Arguments of the chat template that a call gives otherwise, or not at all."""
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity"}
 _WITHOUT_EFFECT |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 
@@ -101,6 +104,11 @@ def chat_request(body: object, temperature: float, *, ignores_sampling: bool) ->
     if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
         raise CallError("tools must be a list of functions.", param="tools")
     template = given.get("chat_template_kwargs", {})
+    if not isinstance(template, dict) or template.keys() & _TEMPLATES_OWN:
+        raise CallError(
+            f"chat_template_kwargs must be an object without {', '.join(sorted(_TEMPLATES_OWN))}.",
+            param="chat_template_kwargs",
+        )
     stream = given.get("stream_options", {})
     messages = _messages(given.get("messages"))
     return ChatRequest(
@@ -110,7 +118,7 @@ def chat_request(body: object, temperature: float, *, ignores_sampling: bool) ->
         tools,
         bool(tools) and given.get("tool_choice", "auto") == "auto",
         _max_new_tokens(given),
-        dict(template) if isinstance(template, dict) else {},
+        template,
         given.get("stream") is True,
         isinstance(stream, dict) and stream.get("include_usage") is True,
     )
@@ -150,6 +158,8 @@ def _messages(given: object) -> list[dict[str, Any]]:
             raise CallError(f"{here} must be an object with one of the roles {', '.join(_ROLES)}.", param=here)
         message: dict[str, Any] = {"role": role, "content": _text(raw.get("content"), here)}
         if role == "assistant" and raw.get("tool_calls"):
+            if not isinstance(raw["tool_calls"], list):
+                raise CallError(f"{here}: tool_calls must be a list.", param=here)
             message["tool_calls"] = [_call(call, here) for call in raw["tool_calls"]]
             names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
         if role == "tool":
@@ -173,7 +183,7 @@ def _call(call: object, here: str) -> dict[str, Any]:
     try:
         function = call["function"]  # type: ignore[index]
         made = _tool_call(call["id"], ToolCall(function["name"], json.loads(function["arguments"])))  # type: ignore[index]
-    except (KeyError, TypeError, ValueError) as cause:
+    except (KeyError, TypeError, ValueError, RecursionError) as cause:
         raise CallError(f"{here}: a tool call must have id, name, and arguments in JSON.", param=here) from cause
     return made
 
