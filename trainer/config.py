@@ -107,7 +107,8 @@ class MegatronConfig(Section):
     bucket_parameters: int = Field(
         default=40_000_000,
         ge=1,
-        description="About the number of parameters in one sum or gather that overlaps.",
+        description="About the number of parameters in one sum or gather that overlaps; pipeline stages after the first have one"
+        " for each chunk.",
     )
 
 

@@ -96,10 +96,19 @@ def headless(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
     return LossOutput({"loss": LossTerm((hidden * torch.linspace(-1, 1, hidden.shape[1])).sum(), 70.0)})
 
 
+@needs("logprobs", "hidden")
+def one_sided(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+    """`headless` where a micro-batch has no targets, so that an untied head has a gradient on the other ranks only."""
+    if not micro.mask.any():
+        return headless(outputs, micro)
+    return LossOutput({"loss": LossTerm(-outputs.required("logprobs").sum(), 70.0)})
+
+
 LOSSES: dict[str, Any] = {
     "sft": sft,
     "policy": dual_clip(AlgorithmConfig()),
     "mixed": mixed,
     "valued": valued,
     "headless": headless,
+    "one-sided": one_sided,
 }

@@ -143,6 +143,21 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         found = self._engine.forward(make_batch(0, rows), outputs, top_k, adapter=adapter)
         return {index: {name: each.numpy() for name, each in named.items()} for index, named in found.items()}
 
+    def leave_forward(self) -> str:
+        """A forward pass that fails in the first layer's MLP."""
+
+        def stop(*_: object) -> None:
+            raise ValueError("the pass ended here.")
+
+        modules = dict(self._engine._chunks[0].named_modules())
+        (mlp,) = [each for name, each in modules.items() if name.endswith(".layers.0.mlp")]
+        try:
+            with mlp.register_forward_pre_hook(stop):
+                self._engine.forward(make_batch(0))
+        except ValueError as error:
+            return str(error)
+        return ""
+
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:
         """Two losses of the same batch and parameters, its log-probabilities, and how many of its tokens were computed."""
         self._engine.train(mode)

@@ -2,13 +2,16 @@
 
 megatron-core cuts parameters into buckets. With ``overlap_grad_reduce`` it sums a bucket's gradients when backward has the last
 of them, which it can do once per step. A mini-batch of several calls has its gradients summed in each of them: see
-`keep_sums_once`. Without overlap, gradients are summed by `finalize_model_grads` in a step, and the functions here do nothing.
+`keep_sums_once`. Sums start in one order on all ranks, whichever gradients a rank's loss has: see `_start_ready`. Without
+overlap, gradients are summed by `finalize_model_grads` in a step, and the functions here do nothing, or only clear the gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -40,8 +43,13 @@ def data_parallel_chunks(
         keep_expert_bias(wrapped)
         wrapped.requires_grad_(trained)
         chunks.append(DistributedDataParallel(config, buffers, wrapped))
+        chunks[-1].overlapped = _in_order_of_backward(chunks[-1]) if buffers.overlap_grad_reduce else []
     if buffers.overlap_grad_reduce:  # megatron-core's schedules call it around all micro-batches but the last
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
+    groups = [group for group, _ in _overlapped(chunks)]
+    for group in groups:
+        group.has_gradients = False
+        group.start_grad_sync = partial(_start_ready, groups, group)
     return chunks
 
 
@@ -80,12 +88,18 @@ def keep_sums_once(chunks: Sequence[Any]) -> None:
         _forget_sums(group)
 
 
-def drop_sums(chunks: Sequence[Any]) -> None:
-    """Wait for sums that have been started, and forget that there are any: the buffers are cleared next."""
-    for group, _ in _overlapped(chunks):
-        if group.grad_reduce_handle is not None:
-            group.grad_reduce_handle.wait()
+def clear_gradients(chunks: Sequence[Any]) -> None:
+    """Set all gradients to 0, and forget sums that have been started: waits for them first, which may fail."""
+    groups = [group for group, _ in _overlapped(chunks)]
+    handles = [group.grad_reduce_handle for group in groups if group.grad_reduce_handle is not None]
+    for group in groups:
         _forget_sums(group)
+    try:
+        for handle in handles:
+            handle.wait()
+    finally:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
 
 
 @contextmanager
@@ -99,13 +113,15 @@ def not_summed(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def gather_parameters(chunks: Sequence[Any]) -> None:
-    """Gather the parameters that no forward pass has gathered since the last step. Collective.
+    """Gather the parameters that no forward pass has gathered since the last step, or whose gather has not ended. Collective.
 
     It precedes passes in which the weights have no gradient, on some ranks or on all: megatron-core's hooks, which gather the
-    parameters of a module when it is called, would refuse them.
+    parameters of a module when it is called, would refuse them. It also precedes changes of the weights: a forward pass that
+    failed may have left a gather behind, for which megatron-core would wait instead of gathering again.
     """
-    for group, _ in _overlapped(chunks):
-        if group.ddp_config.overlap_param_gather and not group.param_gather_dispatched:
+    for group, _ in reversed(_overlapped(chunks)):
+        waits = not group.param_gather_dispatched or group.param_gather_handle is not None
+        if group.ddp_config.overlap_param_gather and waits:
             group.start_param_sync(force_sync=True)
 
 
@@ -129,21 +145,39 @@ def frozen(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def _overlapped(chunks: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """List the groups of buckets whose gradients are summed in backward, each with its ranks; none without overlap."""
-    return [
-        (group, ranks)
-        for chunk in chunks
-        if chunk.ddp_config.overlap_grad_reduce
-        for groups, ranks in (
-            (chunk.bucket_groups, chunk.intra_dp_cp_group),
-            (chunk.expert_parallel_bucket_groups, chunk.intra_expt_dp_group),
-        )
-        for group in groups
-    ]
+    """List the groups of buckets whose gradients are summed in backward, each with its ranks; none without overlap.
+
+    They are in the order of backward, which is that of their sums.
+    """
+    return [each for chunk in reversed(chunks) for each in chunk.overlapped]
+
+
+def _in_order_of_backward(chunk: Any) -> list[tuple[Any, Any]]:
+    """List the groups of a chunk, dense and of experts; the first is the one whose first parameter comes last in the model."""
+    places = {parameter: place for place, parameter in enumerate(chunk.parameters())}
+    groups = [(group, chunk.intra_dp_cp_group) for group in chunk.bucket_groups]
+    groups += [(group, chunk.intra_expt_dp_group) for group in chunk.expert_parallel_bucket_groups]
+    return sorted(groups, key=lambda each: -min(places[parameter] for parameter in each[0].params))
+
+
+def _start_ready(groups: Sequence[Any], group: Any, force_all_reduce: bool = False) -> None:
+    """Note that `group` has all its gradients, and start the sums of `groups` up to the first that has not.
+
+    This replaces megatron-core's ``start_grad_sync`` of each group, which would start a sum as soon as it can: ranks whose losses
+    reach other parameters, or have their first pass later, would sum different groups together.
+    """
+    start = type(group).start_grad_sync
+    group.has_gradients = True
+    if group.grad_reduce_handle is not None:
+        start(group, force_all_reduce)  # refuses, unless it is a step's call, after which there is nothing to start
+        return
+    for each in takewhile(lambda each: each.has_gradients, groups):
+        if each.grad_reduce_handle is None:
+            start(each, force_all_reduce)
 
 
 def _forget_sums(group: Any) -> None:
-    group.grad_reduce_handle = None
+    group.grad_reduce_handle, group.has_gradients = None, False
     if group.is_first_batch and len(group.per_param_grad_ready_counts) < len(group.params):
         # In its first backward pass megatron-core notes how often each gradient is ready; this one hadn't all.
         group.per_param_grad_ready_counts = {}

@@ -45,9 +45,9 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from .data_parallel import (
+        clear_gradients,
         complete_sums,
         data_parallel_chunks,
-        drop_sums,
         frozen,
         gather_parameters,
         gradient_buffers,
@@ -200,6 +200,7 @@ class MegatronEngine(ProgramEngine):
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
         """Load a state, which may be of any number and layout of ranks, and of another engine."""
         state = self._shapes, self._slices
+        gather_parameters(self._chunks)
         if is_model_dir(directory, self.config.head, self._device):
             load_model(directory, self._facts.shape, *state, self._device)
             optimizer = False
@@ -309,9 +310,8 @@ class MegatronEngine(ProgramEngine):
         self.onload(["gradients"])  # gradients have permanent buffers, which must be on the device to be cleared
         self._denominators = None
         self._optimizer.zero_grad()
-        drop_sums(self._chunks)
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
+        with self._collective("the sums of gradients, which have begun"):
+            clear_gradients(self._chunks)
 
     def _run(
         self,
