@@ -91,8 +91,9 @@ class PassRunner:
             ]
             outputs = [(slot, piece[name]) for slot, piece, name in graphed]
             nbytes = meter.bytes or sum(self._estimate.of(each, gradient=True) for each in inputs)
-            about = self._passes, packed.slots, outputs, spare, nbytes, backward
-            graph = LiveGraph(*about, together=engine.exchanges_tokens)
+            together = engine.exchanges_tokens
+            about = self._passes if together else packed.kind, packed.slots, outputs, spare, nbytes, backward
+            graph = LiveGraph(*about, together=together)
             self._live.append(weakref.ref(graph))
             if not inputs:
                 self._idle.append(graph)

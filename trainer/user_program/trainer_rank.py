@@ -190,11 +190,13 @@ class TrainerRank(Slots):
             loss: A scalar; a number, or a tensor without gradient, on a rank that contributes nothing.
 
         Raises:
-            ProtocolError: Ranks dropped outputs, so that their backward passes differ; nothing was run.
+            ProtocolError: Ranks dropped outputs, so that their backward passes differ; nothing was run, and the passes of ranks
+                that had no inputs are dropped, too.
         """
-        numbers = self._shared([graph.number for graph in self._runner.graphs])
-        if any(each != numbers[0] for each in numbers):
-            counts = ", ".join(str(len(each)) for each in numbers)
+        alike = self._shared([graph.alike for graph in self._runner.graphs])
+        if any(each != alike[0] for each in alike):
+            self._runner.forget_idle()  # no program has outputs of them to drop
+            counts = ", ".join(str(len(each)) for each in alike)
             raise ProtocolError(
                 f"the ranks keep {counts} forward passes that wait for backward, not the same ones.",
                 part=PART,
