@@ -56,7 +56,7 @@ with warnings.catch_warnings():
     )
     from .head import head_answer, head_of
     from .lora import MegatronAdapted, check_lora
-    from .model import forget_rotary_tables, transformer_config
+    from .model import forget_caches, transformer_config
     from .process.parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
     from .rows import RowInput, run_chunk
     from .weights import (
@@ -228,12 +228,12 @@ class MegatronEngine(ProgramEngine):
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
+        forget_caches(self._chunks)
         self._chunks, self._slices = [], []
         self._optimizer = self._lora = None
         if self._groups is not None:
             leave_parallel_groups(self._groups)
         self._groups = None
-        forget_rotary_tables()
         self._leave()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -232,7 +233,16 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
             parameter.zero_()
 
 
-def forget_rotary_tables() -> None:
-    """Clear megatron-core's caches of rotary tables: each holds up to 32 embeddings, with their process groups."""
+def forget_caches(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drop what megatron-core keeps of past passes, so that the model and its process groups end with the engine.
+
+    Its caches of rotary tables hold up to 32 embeddings, with their process groups. Layers of experts keep tensors of their last
+    pass, whose autograd graph leads to the weights, and hooks of these to the model: a cycle that Python's collector cannot see.
+    """
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for keeper in (module, getattr(module, "token_dispatcher", None)):
+            for name, value in list(getattr(keeper, "__dict__", {}).items()):
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    setattr(keeper, name, None)
