@@ -74,11 +74,11 @@ def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(
 
 
 async def rewrites(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
-    """Ask again, change what was said, and go on with something older."""
+    """Ask again, change what was said, go on with something older, and with other tools."""
     async with AsyncOpenAI(**client) as openai:
 
-        async def ask(*messages: Any) -> Any:
-            made = await openai.chat.completions.create(model="", messages=messages)
+        async def ask(*messages: Any, **more: Any) -> Any:
+            made = await openai.chat.completions.create(model="", messages=messages, **more)
             return made.choices[0].message
 
         prompt = user(task["prompt"])
@@ -88,6 +88,7 @@ async def rewrites(task: Mapping[str, Any], client: Mapping[str, str]) -> float:
         await ask(prompt, first, user("more"), second, user("and more"))
         await ask(prompt, {"role": "assistant", "content": "never said"}, user("more"))
         await ask(prompt)
+        await ask(prompt, first, user("more"), tools=[{"type": "function", "function": {"name": "add"}}])
     return 1.0
 
 
@@ -96,17 +97,20 @@ def test_a_rewritten_conversation_is_a_further_sequence_and_each_generated_token
 ) -> None:
     found, rollout = played(tmp_path, rewrites, options={"reward": "agent"})
     assert found.error is None
-    kept, forked, told, again = found.trajectory.sequences
-    assert [len(each.turns) for each in (kept, forked, told, again)] == [3, 1, 1, 1]
+    kept, forked, told, again, tooled = found.trajectory.sequences
+    assert [len(each.turns) for each in (kept, forked, told, again, tooled)] == [3, 1, 1, 1, 1]
+    assert Characters().decode(tooled.turns[0].read_ids).startswith("1 tools"), (
+        "as the template begins with these tools"
+    )
     until_first = kept.turns[0].read_ids + kept.turns[0].completion.token_ids
     assert forked.turns[0].read_ids == [*until_first, *ids("<user>otherwise\0<assistant>")]
     assert "never said" in Characters().decode(told.turns[0].read_ids)
     assert again.turns[0].read_ids == kept.turns[0].read_ids
     algorithm = ALGORITHM.model_copy(update={"compute_zero_advantage": True, "group_size": 2})
     batch, (part,) = to_batch([PromptGroup(TASKS[0], [found, found], "rollout-0")], algorithm)
-    assert (len(batch), part.sequences) == (8, 8)
+    assert (len(batch), part.sequences) == (10, 10)
     trained = []
-    for sequence in batch.sequences[:4]:
+    for sequence in batch.sequences[:5]:
         tokens, targets = sequence.tokens.tolist(), sequence.targets.tolist()
         places = [place for place, target in enumerate(targets) if target != IGNORED]
         assert all(tokens[place + 1] == targets[place] for place in places if place + 1 < len(tokens))
