@@ -23,7 +23,7 @@ class LiveGraph:
     does.
 
     Args:
-        alike: What passes have in common that ranks run backward together: the number of the forward pass, equal on all ranks,
+        key: What passes have in common that ranks run backward together: the number of the forward pass, equal on all ranks,
             if they need all ranks at the same pass, else the kind.
         slots: The slots of the pass.
         outputs: The outputs for the program, each with its slot.
@@ -35,7 +35,7 @@ class LiveGraph:
 
     def __init__(
         self,
-        alike: int,
+        key: int,
         slots: Collection[str],
         outputs: Sequence[tuple[str, torch.Tensor]],
         spare: Sequence[torch.Tensor],
@@ -44,7 +44,7 @@ class LiveGraph:
         *,
         together: bool,
     ) -> None:
-        self.alike, self.slots, self.nbytes = alike, slots, nbytes
+        self.key, self.slots, self.nbytes = key, slots, nbytes
         self.held = False
         """Whether torch's backward pass only leaves its gradients here, for a later call of `backward`."""
         self._slots = [slot for slot, _ in outputs]

@@ -121,7 +121,7 @@ def demand(passes: Sequence[PackedPass], *, by_slot: bool) -> dict[str, int]:
 
     `most_of` the demands of all ranks are the passes that every rank runs, see `filled_up`.
     """
-    counts = Counter(_alike(each, by_slot=by_slot) for each in passes)
+    counts = Counter(_pass_key(each, by_slot=by_slot) for each in passes)
     asks_head = any(each.asks_head for each in passes if each.kind == PassKind.BASE)
     return {**counts, **({_HEAD: 1} if asks_head else {})}
 
@@ -139,12 +139,12 @@ def filled_up(
 ) -> list[PackedPass]:
     """Add empty passes up to the `demand` of all ranks. `adapter` names a slot that passes of adapters can have."""
     found = []
-    for alike in sorted(most.keys() - {_HEAD}):
-        mine = [each.parts for each in passes if _alike(each, by_slot=by_slot) == alike]
-        number, _, slot = alike.partition("|")
+    for key in sorted(most.keys() - {_HEAD}):
+        mine = [each.parts for each in passes if _pass_key(each, by_slot=by_slot) == key]
+        number, _, slot = key.partition("|")
         kind = PassKind(int(number))
         slot = slot or (adapter if kind == PassKind.ADAPTERS else BASE)
-        mine += [((slot, ()),)] * (most[alike] - len(mine))
+        mine += [((slot, ()),)] * (most[key] - len(mine))
         found += [PackedPass(kind, parts, head=_HEAD in most and kind == PassKind.BASE) for parts in mine]
     return found
 
@@ -152,7 +152,7 @@ def filled_up(
 _HEAD = "head"
 
 
-def _alike(each: PackedPass, *, by_slot: bool) -> str:
+def _pass_key(each: PackedPass, *, by_slot: bool) -> str:
     """The kind of a pass, and with `by_slot` its only slot: equal for passes that ranks can run together."""
     return f"{each.kind:d}|{each.slots[0] if by_slot else ''}"
 

@@ -92,8 +92,8 @@ class PassRunner:
             outputs = [(slot, piece[name]) for slot, piece, name in graphed]
             nbytes = meter.bytes or sum(self._estimate.of(each, gradient=True) for each in inputs)
             together = engine.exchanges_tokens
-            about = self._passes if together else packed.kind, packed.slots, outputs, spare, nbytes, backward
-            graph = LiveGraph(*about, together=together)
+            key = self._passes if together else packed.kind
+            graph = LiveGraph(key, packed.slots, outputs, spare, nbytes, backward, together=together)
             self._live.append(weakref.ref(graph))
             if not inputs:
                 self._idle.append(graph)

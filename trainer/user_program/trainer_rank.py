@@ -193,10 +193,10 @@ class TrainerRank(Slots):
             ProtocolError: Ranks dropped outputs, so that their backward passes differ; nothing was run, and the passes of ranks
                 that had no inputs are dropped, too.
         """
-        alike = self._shared([graph.alike for graph in self._runner.graphs])
-        if any(each != alike[0] for each in alike):
+        keys = self._shared([graph.key for graph in self._runner.graphs])
+        if any(each != keys[0] for each in keys):
             self._runner.forget_idle()  # no program has outputs of them to drop
-            counts = ", ".join(str(len(each)) for each in alike)
+            counts = ", ".join(str(len(each)) for each in keys)
             raise ProtocolError(
                 f"the ranks keep {counts} forward passes that wait for backward, not the same ones.",
                 part=PART,

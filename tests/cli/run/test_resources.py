@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command_line import assert_refused, run
 from tiny_run import Material
-from transformers import MambaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import MambaConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.commands.prediction import Gpu, ModelCost, gpus_named, predicted
-from weightlane.cli.config.run_config import RunConfig
+from weightlane.cli.config.run_config import RunConfig, load_config
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted, fitted_trainer, reserved_cpus
 from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
 from weightlane.rollout.replicas.ray_actor import SharedDevices
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
+ROOT = Path(__file__).parents[3]
 GB = 10**9
 H100 = 80 * GB
 
@@ -102,6 +105,37 @@ def test_memory_and_time_on_gpus_that_are_not_here_follow_from_the_models_shape(
     ):
         with pytest.raises(ConfigError, match=why):
             refused()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on", "column", "hidden", "intermediate", "layers", "heads"),
+    [
+        ("qwen3-0.6b-one-gpu", "1xh100", 1, 1024, 3072, 28, 16),
+        ("qwen3-4b-one-node", "8xh100", 2, 2560, 9728, 36, 32),
+    ],
+)
+def test_the_page_of_recipes_has_what_is_predicted_for_them(
+    recipe: str, on: str, column: int, hidden: int, intermediate: int, layers: int, heads: int
+) -> None:
+    shape = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        elements = {name: each.numel() for name, each in Qwen3ForCausalLM(shape).named_parameters()}
+    config = load_config(ROOT / "examples" / "gsm8k" / f"{recipe}.toml", runs_here=False)
+    sizes, (machines, gpu) = sized(sum(elements.values()) / GB, config), gpus_named(on)
+    found = predicted(
+        fitted(config, sizes, machines), ModelCost.of(shape, elements), "bfloat16", sizes, gpu, prompt_tokens=100.0
+    )
+    page = (ROOT / "docs" / "guides" / "recipes.md").read_text()
+    told = [line.split("|")[column + 1].strip() for line in page.splitlines() if re.match(r"\| (memory|time) of", line)]
+    assert told == list(found.values())[:-1]
 
 
 def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns(

@@ -89,9 +89,11 @@ class Episode:
         if self._closed or self._replying or self.ended:
             why = "it is over" if self._closed or self.ended else "its last reply is still being written"
             raise EpisodeError(f"the environment asks an episode for a reply, and {why}.", part=_PART)
+        number = len(self.turns) if after is None else after
+        if not 0 <= number <= len(self.turns):
+            raise EpisodeError(f"there is no reply {number} to go on after.", part=_PART)
         self._replying = True
         try:
-            number = len(self.turns) if after is None else after
             return await self._reply(news, number, max_new_tokens or self._limits.max_new_tokens, template)
         except Exception as error:
             self._fail(as_weightlane_error(error, _PART), self.kind or "request")
@@ -122,7 +124,7 @@ class Episode:
         before = self._ids_after[after]
         room = limits.max_model_len - len(before) - len(read_ids)
         if not self.turns or not (before or read_ids):
-            self._check_prompt(read_ids, room)
+            self._check_prompt(read_ids, room, min(limits.max_new_tokens, most))
         elif room < 1 or len(self.turns) >= limits.max_turns:
             self.ended = "full" if room < 1 else "turns"
             return Reply("", "full" if room < 1 else "turns")
@@ -160,12 +162,11 @@ class Episode:
             news = self._task.extra.get("messages", self._task.prompt)
         return self._renderer.opening(news, template)
 
-    def _check_prompt(self, read_ids: Sequence[int], room: int) -> None:
-        limits = self._limits
-        if not read_ids or room < limits.max_new_tokens:
+    def _check_prompt(self, read_ids: Sequence[int], room: int, most: int) -> None:
+        if not read_ids or room < most:
             raise ConfigError(
                 f"the prompt has {len(read_ids)} tokens, and at least one and at most"
-                f" {limits.max_model_len - limits.max_new_tokens} leave room for a completion.",
+                f" {self._limits.max_model_len - most} leave room for a completion.",
                 part="data",
                 hint="rollout.max_model_len is for all turns, algorithm.max_new_tokens for each of the model's.",
             )

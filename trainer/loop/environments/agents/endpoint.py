@@ -176,7 +176,8 @@ async def _unknown(request: Request, _: Exception) -> Response:
 
 
 def is_everywhere(host: str) -> bool:
-    """Whether `host` stands for all of this machine's addresses, so that no agent could call it."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_unspecified
+    """Whether `host`, such as 0 or ::, stands for all of this machine's addresses, so that no agent could call it."""
+    with suppress(OSError):  # a name
+        found = ipaddress.ip_address(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
+        return (getattr(found, "ipv4_mapped", None) or found).is_unspecified
     return not host

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -238,10 +239,10 @@ class Agent(Environment):
     def _verdict(self, result: Any, session: Session) -> Verdict:
         if isinstance(result, Verdict):
             return result
-        numbers = dict(result) if isinstance(result, dict) else {"reward": result}
-        reward = numbers.pop("reward", None)
-        if isinstance(reward, int | float):
-            return Verdict(float(reward), {k: float(v) for k, v in numbers.items() if isinstance(v, int | float)})
+        told = dict(result) if isinstance(result, dict) else {"reward": result}
+        reward = told.pop("reward", None)
+        if isinstance(reward, Real):
+            return Verdict(float(reward), {k: float(v) for k, v in told.items() if isinstance(v, Real)})
         if session.cut_short:
             return Verdict(0.0)
         raise EpisodeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import runpy
@@ -95,6 +96,8 @@ def _become(order: Mapping[str, Any], supervisor: int, descriptors: Sequence[int
             if order["forked"]:
                 status = _run_python(order["command"], order["environment"])
             else:
+                for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and no other program expects it
+                    signal.signal(ignored, signal.SIG_DFL)
                 os.execvpe(order["command"][0], order["command"], order["environment"])  # noqa: S606 - the user's program
     except BaseException:  # noqa: BLE001 - it must never return into the supervisor
         traceback.print_exc()
@@ -106,19 +109,22 @@ def _become(order: Mapping[str, Any], supervisor: int, descriptors: Sequence[int
 
 
 def _run_python(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run ``python SCRIPT ARGUMENTS`` in this process. Returns its exit status."""
+    """Run ``python SCRIPT ARGUMENTS`` in this process, and end as Python does. Returns its exit status."""
+    atexit._clear()  # what the fork server would do at its own end
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # else every episode draws the same numbers; `random` does so by itself
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = list(command[1:])
-    sys.path.insert(0, str(Path(command[1]).resolve().parent))
+    script = Path(command[1]).resolve()  # processes that it spawns look for it elsewhere
+    sys.path.insert(0, str(script.parent))
     try:
-        runpy.run_path(command[1], run_name="__main__")
+        runpy.run_path(str(script), run_name="__main__")
     except SystemExit as left:
         if not isinstance(left.code, int | None):
             sys.stderr.write(f"{left.code}\n")
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     finally:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # type: ignore[attr-defined]  # which ends the threads of pools, too
+        atexit._run_exitfuncs()
     return 0
