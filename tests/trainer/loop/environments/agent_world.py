@@ -60,7 +60,7 @@ def player_of(
     return Player(
         environment,
         EnvironmentConfig(name="agent", **limits),
-        ALGORITHM.model_copy(update={"max_new_tokens": 100}),
+        ALGORITHM.model_copy(update={"max_new_tokens": 120}),
         tokenizer=Characters(),
         stop_token_ids=[STOP],
         judge=judging(judge),

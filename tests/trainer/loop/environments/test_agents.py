@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,23 +22,29 @@ from weightlane.trainer.loop.protocols import Rollout
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+FIRST = f'So: {CALL}<tool_call>{{"name": "add"}}</tool_call>'
+"""Of two calls, the agent gets one."""
 
 
-async def converses(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
+async def converses(task: Mapping[str, Any], client: Mapping[str, str], *, keeps_text: bool = True) -> None:
     """Call a tool, read its answer in a stream, and let another conversation have a turn between."""
     async with AsyncOpenAI(**client) as openai:
         assert [model.id async for model in openai.models.list()] == ["policy"]
-        ask = {"model": "gpt-9", "tools": [ADD], "temperature": 1, "n": 1, "user": "somebody"}
+        ask = {"model": "gpt-9", "tools": [ADD], "temperature": 1, "n": 1, "parallel_tool_calls": False}
         messages: list[Any] = [{"role": "developer", "content": "Be brief."}, user(task["prompt"])]
         first = await openai.chat.completions.create(messages=messages, **cast("Any", ask))
         (call,) = first.choices[0].message.tool_calls or ()
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
         assert (first.choices[0].finish_reason, first.model) == ("tool_calls", "gpt-9")
         assert first.usage
-        assert first.usage.completion_tokens == len(CALL) + 1
+        assert first.usage.completion_tokens == len(FIRST) + 1
+        said = first.choices[0].message
+        assert said.content == "So: "
         other = await openai.chat.completions.create(model="", messages=[user("aside")], max_completion_tokens=5)
         assert (other.choices[0].message.content, other.choices[0].finish_reason) == ("reply", "length")
-        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+        if not keeps_text:
+            said.content = None
+        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": "5"}]
         parts = {"content": [{"type": "text", "text": "and "}, {"type": "text", "text": "now?"}], "role": "user"}
         stream = await openai.chat.completions.create(
             messages=[*messages, parts], stream=True, stream_options={"include_usage": True}, **cast("Any", ask)
@@ -53,9 +60,18 @@ async def converses(task: Mapping[str, Any], client: Mapping[str, str]) -> None:
         assert last.choices[0].message.content == "Yes."
 
 
-def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_text", [True, False])
+def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(
+    tmp_path: Path, *, keeps_text: bool
+) -> None:
     found, rollout = played(
-        tmp_path, converses, CALL, "reply 1", "It is 5.", "Yes.", judge=lambda text, task: len(text)
+        tmp_path,
+        partial(converses, keeps_text=keeps_text),
+        FIRST,
+        "reply 1",
+        "It is 5.",
+        "Yes.",
+        judge=lambda text, task: len(text),
     )
     assert found.error is None
     assert found.reward == len("Yes.")
@@ -69,7 +85,7 @@ def test_calls_are_turns_whose_tokens_are_those_that_the_replica_read_and_wrote(
     assert [tokens for _, tokens in rollout.said] == [
         list(turn.completion.token_ids) for turn in found.trajectory.turns
     ]
-    whole = [*opening, *ids(CALL), STOP, *second.read_ids, *ids("It is 5."), STOP, *third.read_ids]
+    whole = [*opening, *ids(FIRST), STOP, *second.read_ids, *ids("It is 5."), STOP, *third.read_ids]
     assert rollout.said[-1][0] == whole, "the prompt is all that was read and written, as it was"
 
 

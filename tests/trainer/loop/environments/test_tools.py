@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import EnvironmentConfig
 from weightlane.trainer.loop.environments import Environment, EnvironmentContext, Message, Reply
 from weightlane.trainer.loop.environments.registry import make_environment
-from weightlane.trainer.loop.environments.tools.calls import hermes_calls
+from weightlane.trainer.loop.environments.tools.calls import hermes_reply
 from weightlane.trainer.loop.environments.tools.sandbox import SandboxLimits, can_isolate, check_sandbox, run_python
 
 TOOLS = '''
@@ -110,7 +110,7 @@ def call(name: str, /, **arguments: Any) -> str:
     ],
 )
 def test_calls_are_found_as_they_are_written_and_bad_ones_say_why(text: str, found: list[Any]) -> None:
-    calls = hermes_calls(text)
+    calls = hermes_reply(text).calls
     assert [(each.name, each.arguments) for each in calls] == [(name, arguments) for name, arguments, _ in found]
     for each, (_, _, says) in zip(calls, found, strict=True):
         assert says in each.error

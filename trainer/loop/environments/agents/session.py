@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, EpisodeError, WeightlaneError, as_weightlane_error
 
 from ..contract import EpisodeView, Message, Reply
-from ..tools.calls import Parser, ToolCall
+from ..tools.calls import ParsedReply, Parser
 from .wire import CallError, ChatRequest, as_events, assistant_message, completion, message_key
 
 _PART = "environment agent"
@@ -26,9 +26,21 @@ class _Point:
     """The conversation up to the end of a reply."""
 
     keys: Sequence[str]
-    """The messages so far, the reply included, by `message_key`."""
+    """The messages before the reply, by `message_key`."""
+    replies: Collection[str]
+    """The reply by `message_key`. One with tool calls is the same without its text, which some agents leave out."""
     setting: str
     """Tools and template arguments: another setting has another first prompt."""
+
+    def begins(self, request: ChatRequest) -> bool:
+        """Whether `request` goes on from here."""
+        before = len(self.keys)
+        return (
+            len(request.keys) > before
+            and list(request.keys[:before]) == list(self.keys)
+            and request.keys[before] in self.replies
+            and self.setting == _setting(request)
+        )
 
 
 class Session:
@@ -86,12 +98,12 @@ class Session:
             parse = self._parser(request)
             try:
                 reply = await self._episode.reply(
-                    request.messages[len(self._points[after - 1].keys) if after else 0 :],
+                    request.messages[len(self._points[after - 1].keys) + 1 if after else 0 :],
                     after=after,
                     max_new_tokens=request.max_new_tokens,
                     **template,
                 )
-                calls = _calls(parse, reply) if parse else []
+                parsed = _parsed(parse, reply) if parse else ParsedReply([], reply.text)
             except Exception as raised:
                 error = as_weightlane_error(raised, _PART)
                 self._over, self.failure = f"the episode was lost: {error}", error
@@ -101,8 +113,9 @@ class Session:
                 raise self._cut_short(reply)
             self.last = reply
             reply_id = secrets.token_hex(12)
-            message = assistant_message(reply.text, calls, reply_id)
-            self._points.append(_Point([*request.keys, message_key(message)], _setting(request)))
+            message = assistant_message(parsed.text, parsed.calls[: request.most_calls], reply_id)
+            replies = {message_key(message)} | ({message_key({**message, "content": ""})} if parsed.calls else set())
+            self._points.append(_Point(request.keys, replies, _setting(request)))
             read = len(self._episode.token_ids) - len(reply.token_ids)
             whole = completion(message, reply, request, reply_id, read)
             return as_events(whole, include_usage=request.include_usage) if request.stream else whole
@@ -118,12 +131,7 @@ class Session:
 
         If several match, the longest counts, and among equals the last.
         """
-        setting = _setting(request)
-        lengths = [
-            (len(point.keys), number)
-            for number, point in enumerate(self._points, 1)
-            if point.setting == setting and list(request.keys[: len(point.keys)]) == list(point.keys)
-        ]
+        lengths = [(len(point.keys), number) for number, point in enumerate(self._points, 1) if point.begins(request)]
         return max(lengths)[1] if lengths else 0
 
     def _cut_short(self, reply: Reply) -> CallError:
@@ -135,16 +143,17 @@ class Session:
         return CallError(self._over, status=410, code="episode_over")
 
 
-def _calls(parse: Parser, reply: Reply) -> Sequence[ToolCall]:
-    """Return the calls in a reply; none if one is malformed: the agent gets the text, as of any other reply."""
+def _parsed(parse: Parser, reply: Reply) -> ParsedReply:
+    """Return the calls of a reply and the text next to them. If one is malformed, all is text."""
     try:
-        calls = parse(reply.text)
+        parsed = parse(reply.text)
     except Exception as cause:
         raise EpisodeError(
             f"environment.options.format raised {type(cause).__name__}: {cause} for the reply {reply.text!r}.",
             part=_PART,
         ) from cause
-    return [] if any(call.error for call in calls) else calls
+    as_text = not parsed.calls or any(call.error for call in parsed.calls)
+    return ParsedReply([], reply.text) if as_text else parsed
 
 
 def _setting(request: ChatRequest) -> str:

@@ -43,11 +43,11 @@ _FORM: dict[str, tuple[Any, ...]] = {
 }
 """Parameters that change what a reply consists of, and the values that are served."""
 _READ = {"messages", "model", "tools", "temperature", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-_READ |= {"chat_template_kwargs"}
+_READ |= {"chat_template_kwargs", "parallel_tool_calls"}
 _TEMPLATES_OWN = {"self", "news", "after", "max_new_tokens", "messages", "answered", "tools"}
 _TEMPLATES_OWN |= {"conversation", "add_generation_prompt", "tokenize"}
 """Arguments of the chat template that a call gives otherwise, or not at all."""
-_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "parallel_tool_calls", "reasoning_effort", "verbosity"}
+_WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "reasoning_effort", "verbosity"}
 _WITHOUT_EFFECT |= {"safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 
 
@@ -76,6 +76,8 @@ class ChatRequest:
     tools: Sequence[Message] = ()
     offers_tools: bool = False
     """Whether calls of `tools` are looked for in the reply."""
+    most_calls: int | None = None
+    """Most tool calls that the agent gets of a reply."""
     max_new_tokens: int | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
@@ -117,6 +119,7 @@ def chat_request(body: object, temperature: float, *, ignores_sampling: bool) ->
         str(given.get("model", "")),
         tools,
         bool(tools) and given.get("tool_choice", "auto") == "auto",
+        1 if given.get("parallel_tool_calls") is False else None,
         _max_new_tokens(given),
         template,
         given.get("stream") is True,
@@ -200,25 +203,22 @@ def message_key(message: Message) -> str:
 
 
 def assistant_message(text: str, calls: Sequence[ToolCall], reply_id: str) -> dict[str, Any]:
-    """Return a reply as a message: its text, or the tool calls that were found in it."""
-    if not calls:
-        return {"role": "assistant", "content": text}
+    """Return a reply as a message: its text, and the tool calls that were found next to it."""
     named = [_tool_call(f"call_{reply_id}_{number}", call) for number, call in enumerate(calls)]
-    return {"role": "assistant", "content": "", "tool_calls": named}
+    return {"role": "assistant", "content": text} | ({"tool_calls": named} if named else {})
 
 
 def completion(
     message: Message, reply: Reply, request: ChatRequest, reply_id: str, prompt_tokens: int
 ) -> dict[str, Any]:
     """Return a chat completion."""
-    shown = {**message, "content": message["content"] or None}
+    shown = dict(message)
     if calls := message.get("tool_calls"):
+        shown["content"] = message["content"] or None
         shown["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
             for call in calls
         ]
-    else:
-        shown["content"] = message["content"]
     written = len(reply.token_ids)
     finish = "length" if reply.ended == "length" else "tool_calls" if calls else "stop"
     return {

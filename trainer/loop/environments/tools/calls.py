@@ -28,12 +28,24 @@ class ToolCall:
     """The fault of the call, as the model is told; empty if it can be made."""
 
 
-Parser = Callable[[str], Sequence[ToolCall]]
-"""Function that returns the calls in a reply's text, in their order."""
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """A reply's tool calls and the text next to them."""
+
+    calls: Sequence[ToolCall]
+    """In their order."""
+    text: str = ""
+    """What the model wrote before the first call, as far as the format tells."""
+
+
+Parser = Callable[[str], ParsedReply]
+"""Function that takes the text of a reply apart."""
 
 
 def parser_named(name: str, search_path: Sequence[Path], model_dir: Path | None, tools: Sequence[Message]) -> Parser:
-    """Return the parser that an option ``format`` names: ``hermes``, ``vllm:NAME``, or a function ``module:function``.
+    """Return the parser that an option ``format`` names: ``hermes``, ``vllm:NAME``, or ``module:function``.
+
+    Such a function takes a reply's text and returns its `ToolCall`s.
 
     Args:
         name: The format.
@@ -45,12 +57,12 @@ def parser_named(name: str, search_path: Sequence[Path], model_dir: Path | None,
         ConfigError: There is no such parser, or vLLM refuses it.
     """
     if name == "hermes":
-        return hermes_calls
+        return hermes_reply
     if name.startswith("vllm:"):
         return _vllm_parser(name.removeprefix("vllm:"), model_dir, tools)
     if ":" in name:
-        found: Parser = function_named(name, search_path, part=_PART, setting="environment.options.format")
-        return found
+        calls_in = function_named(name, search_path, part=_PART, setting="environment.options.format")
+        return lambda text: ParsedReply(calls_in(text))
     raise ConfigError(
         f"there is no tool format {name!r}.",
         part=_PART,
@@ -58,9 +70,10 @@ def parser_named(name: str, search_path: Sequence[Path], model_dir: Path | None,
     )
 
 
-def hermes_calls(text: str) -> list[ToolCall]:
+def hermes_reply(text: str) -> ParsedReply:
     """Find ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write calls."""
-    return [_from_json(match[1]) for match in _HERMES.finditer(text)]
+    found = list(_HERMES.finditer(text))
+    return ParsedReply([_from_json(match[1]) for match in found], text[: found[0].start()] if found else text)
 
 
 def _from_json(text: str) -> ToolCall:
@@ -92,11 +105,12 @@ def _vllm_parser(name: str, model_dir: Path | None, tools: Sequence[Message]) ->
     except Exception as cause:
         raise ConfigError(f"vLLM has no tool parser {name!r} for this model: {cause}.", part=_PART) from cause
 
-    def calls(text: str) -> list[ToolCall]:
+    def parse(text: str) -> ParsedReply:
         found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
-        return [_of_vllm(call.function.name, call.function.arguments) for call in found.tool_calls]
+        calls = [_of_vllm(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return ParsedReply(calls, found.content or "")
 
-    return calls
+    return parse
 
 
 def _of_vllm(name: str, arguments: str) -> ToolCall:

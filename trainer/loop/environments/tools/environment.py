@@ -80,7 +80,7 @@ class Tools(Environment):
         """See `Environment.play`."""
         calls = errors = 0
         reply: Reply = await episode.reply(tools=self._schemas)
-        while not reply.is_last and (found := self._parse(reply.text)):
+        while not reply.is_last and (found := self._parse(reply.text).calls):
             answers = await asyncio.gather(*map(self._answer, found))
             calls += len(found)
             errors += sum(failed for _, failed in answers)
