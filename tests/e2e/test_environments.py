@@ -57,6 +57,7 @@ def test_the_calculator_example_takes_two_turns_and_trains_the_engines_own_token
         "data.heldout": task / "heldout.jsonl",
         "loop.steps": 4,
         "loop.evaluate_tasks": 16,
+        "loop.samples_per_step": 64,
         "loop.max_staleness": 0,
         "loop.blocking_syncs": 0,
         "rollout.extra_engine_args.distributed_executor_backend": IN_ENGINE,

@@ -25,12 +25,12 @@ class HfTokenizer:
 
     def encode(self, text: str, *, within: bool = False) -> list[int]:
         """Return the token ids of a prompt; `within` a sequence, or of a conversation, without the beginning of a text."""
-        return [*([] if within else self._beginning), *self._tokenizer.encode(text, add_special_tokens=False)]
+        return [*([] if within else self._beginning), *self._tokenized(text)["input_ids"]]
 
     def encode_with_places(self, text: str, *, chat: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token ids of a text as `encode` does, or of a conversation, and each token's range of characters."""
         try:
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            found = self._tokenized(text, return_offsets_mapping=True)
         except NotImplementedError as cause:
             raise ConfigError(
                 "the model's tokenizer cannot say where its tokens are in a text.",
@@ -64,6 +64,10 @@ class HfTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a completion as the model wrote it, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _tokenized(self, text: str, **options: Any) -> Any:
+        # Not verbose: transformers would warn of texts beyond model_max_length, and the run has a limit of its own.
+        return self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
 
     def _added_ahead(self) -> list[int]:
         """Return the special tokens that the tokenizer puts before a text."""
