@@ -118,7 +118,7 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
     [
         case({}, 2, id="fsdp2"),
         exhaustive({**FSDP2_TP2, "compute_dtype": "bfloat16"}, 2, id="fsdp2-tp2"),
-        case(megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16"), 4, id="megatron-pp2"),
+        exhaustive(megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16"), 4, id="megatron-pp2"),
     ],
 )
 def test_a_base_in_half_precision_stays_so_and_trains_and_publishes_the_bits_that_its_float32_copy_does(

@@ -134,7 +134,12 @@ def test_the_example_a_run_and_a_worker_take_the_same_steps_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "kind", ["separate", "service", "all_weights"], ids=["separate, killed", "joined", "all weights, killed"]
+    "kind",
+    [
+        pytest.param("separate", id="separate, killed", marks=pytest.mark.exhaustive),
+        pytest.param("service", id="joined"),
+        pytest.param("all_weights", id="all weights, killed"),
+    ],
 )
 def test_clients_that_train_together_end_as_alone_also_when_the_service_is_killed(
     kind: str, request: pytest.FixtureRequest

@@ -32,7 +32,7 @@ needs_triton = pytest.mark.skipif(
     ("what", "says"),
     [
         ("interpret", "13 cases"),
-        ("compile", "2 programs"),
+        pytest.param("compile", "2 programs", marks=pytest.mark.exhaustive),
         pytest.param("compile-more", "18 programs", marks=pytest.mark.exhaustive),
     ],
 )
