@@ -12,8 +12,11 @@ import pytest
 from installed import install
 from run_process import FinishedRun, RunProcess, StartRun
 from scraping import scrape
-from tiny_run import BETAS, LEARNING_RATE, Material, make_material
+from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material, make_material
 
+SAMPLES = PROMPTS_PER_STEP * GROUP_SIZE
+"""Samples of a step, all of which the run records."""
+IN_ORDER = {"micro_batch_tokens": 1, "max_grad_norm": 1e9}
 RAISING_PLUGIN = """
 from weightlane.plugins import hookimpl
 
@@ -36,9 +39,11 @@ def finished_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -
     config, run_dir = folder / "config", folder / "run"
     sections: dict[str, dict[str, Any]] = {
         # On-policy: no task is drawn before the version that generates it serves.
-        "loop": {"steps": 4, "max_staleness": 0, "save_every": 2},
-        "trainer": {"ranks": 2, "learning_rate": LEARNING_RATE, "betas": BETAS},
-        "reward": {"function": "rewards_of_test:remembering"},
+        "loop": {"steps": 4, "max_staleness": 0, "save_every": 2, "export_every": 1, "samples_per_step": SAMPLES},
+        # A sequence in each pass and no clipping: `test_synchronous` repeats the sums in their order.
+        "trainer": {"ranks": 2, "learning_rate": LEARNING_RATE, "betas": BETAS, **IN_ORDER},
+        # One call at a time, so that a group's samples are noted in their order.
+        "reward": {"function": "rewards_of_test:remembering", "workers": 1},
         "observers": {"trace": "trace.json", "tensorboard": "board", "prometheus_port": 0},
     }
     path = material.write_config(config, run_dir, **sections)

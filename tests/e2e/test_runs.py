@@ -74,7 +74,8 @@ def check_files(run_dir: Path, steps: int) -> None:
     assert {"weightlane", "torch", "ray", "transformers"} <= about["libraries"].keys()
     assert any(name.startswith("vllm") for name in about["libraries"])
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [step for step in range(1, steps + 1) for _ in range(2)]
+    each = range(PROMPTS_PER_STEP * GROUP_SIZE)
+    assert [sample["step"] for sample in samples] == [step for step in range(1, steps + 1) for _ in each]
     model = AutoModelForCausalLM.from_pretrained(run_dir / "model")
     AutoTokenizer.from_pretrained(run_dir / "model")
     assert (model.dtype, (run_dir / "model" / "generation_config.json").is_file()) == (torch.float32, True)

@@ -22,6 +22,7 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in vLLM's engine process, which saves the start of another one. Named in full, since vLLM overrules "uni"."""
 
 REWARDS = '''
+import json
 import time
 from pathlib import Path
 
@@ -39,8 +40,12 @@ def remember(task):
         file.write(task["prompt"] + "\\n")
 
 def remembering(completion, task):
-    """As `low_bytes`; notes the prompts it judged beside this file."""
+    """As `low_bytes`; notes beside this file what it judged, with its tokens and their log-probabilities."""
     remember(task)
+    noted = {"prompt": task["prompt"], "completion": completion}
+    noted |= {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
+    with Path(__file__).with_name("noted.jsonl").open("a") as file:
+        file.write(json.dumps(noted) + "\\n")
     return low_bytes(completion, task)
 '''
 
