@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from the newest committed result of each kind; the text between them stays.
+"""Writes the tables and the picture of docs/performance.md from the newest committed result of each kind; other text stays.
 
     python -m benchmarks.figures
 
@@ -19,10 +19,11 @@ from .commit import versions
 from .gpu import report as gpu
 from .peers import report as peers
 from .sync import control_plane
-from .training import density
+from .training import async_against_sync, density
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs/performance.md"
+PICTURE = PAGE.with_name("async-against-sync.svg")
 COLUMNS = (
     "engine", "codec", "integrity", "changed", "trainer blocked, ms", "without a step, ms", "blocking sync, ms",
     "rollout blocked, ms", "x all copy", "latency, ms", "its limit, ms", "x limit", "wire", "extra GB: trainer, rollout",
@@ -52,6 +53,7 @@ def _ms(seconds: float) -> str:
 
 
 TABLES: dict[str, Callable[[Report], str]] = {
+    "async-against-sync": async_against_sync.markdown,
     "density": density.text,
     "control-plane": control_plane.text,
     "peers": peers.text,
@@ -65,7 +67,8 @@ def page(text: str) -> str:
     made = {"bench": bench(results("bench-*"))}
     made["versions"] = "\n\n".join(versions.text(each).strip() for each in results("versions*"))
     for name, write in TABLES.items():
-        made[name] = write(results(name.removeprefix("make "))[-1])
+        found = results(name.removeprefix("make "))
+        made[name] = write(found[-1]) if found else "Not measured yet.\n"
     for name, lines in made.items():
         text = put_into(text, name, lines)
     return text
@@ -78,8 +81,10 @@ def results(name: str) -> list[Report]:
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the page, and draw its picture."""
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for report in results("async-against-sync")[-1:]:
+        async_against_sync.draw(report, PICTURE)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,11 @@ def benchmark(name: str) -> Any:
     return module
 
 
+async_against_sync = benchmark("training.async_against_sync")
 control_plane = benchmark("sync.control_plane")
 density = benchmark("training.density")
 figures = benchmark("figures")
 gpu = benchmark("gpu")
+multiples = benchmark("training.multiples")
 peers = benchmark("peers.__main__")
 versions = benchmark("commit.versions")
