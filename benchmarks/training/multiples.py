@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, set_seed
+from transformers.utils import logging as transformers_logging
 
 from benchmarks.command import say
 
@@ -84,6 +85,7 @@ class Rows:
 def prepare(folder: Path, *, target: float, most_steps: int) -> Rows:
     """Write tasks, reward and a model with about the held-out accuracy `target` into `folder`; returns the held-out tasks."""
     example = runpy.run_path(str(ROOT / "examples/arithmetic/prepare.py"))
+    transformers_logging.disable_progress_bar()
     set_seed(0)
     tokenizer = example["make_tokenizer"]()
     model = example["make_model"](tokenizer, CONTEXT)

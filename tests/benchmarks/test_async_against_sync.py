@@ -13,9 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def events(seconds_per_step: float, staleness: int) -> list[dict[str, Any]]:
+    """Those of six steps, of which the first takes five seconds more."""
     figures = {"seconds": 0.5, "overlap_share": 0.25, "failed_items": 0, "dropped_groups": 0}
     step = {"event": "training_step", "staleness_mean": staleness / 2, "staleness_max": staleness, **figures}
-    lines = [step | {"step": number, "time": 100.0 + number * seconds_per_step} for number in (1, 2, 3, 4)]
+    lines = [step | {"step": number, "time": 105.0 + number * seconds_per_step} for number in range(1, 7)]
     return [{"event": "run_started", "time": 100.0}, *lines, {"event": "run_ended", "time": 200.0}]
 
 
@@ -23,16 +24,16 @@ def test_rates_and_times_are_those_of_the_loop(async_against_sync: ModuleType, t
     rows = []
     for mode, seconds, staleness in (("synchronous", 2.0, 0), ("asynchronous", 1.0, 2)):
         for seed, last in ((0, 0.75), (1, 0.5)):
-            found = async_against_sync.row_of(events(seconds, staleness), {0: 0.25, 2: 0.5, 4: last})
+            found = async_against_sync.row_of(events(seconds, staleness), {0: 0.25, 2: 0.5, 6: last})
             rows.append({"setting": "delays", "mode": mode, "seed": seed, **found})
-    assert rows[0]["samples_per_s"] == 4 * 128 / 8.0
-    assert rows[0]["curve"] == [[0.0, 0.25], [4.0, 0.5], [8.0, 0.75]]
-    settings, machine = {"seeds": 2, "steps": 4, "samples": 128}, {"cpu": "a processor", "cores": 2}
+    assert rows[0]["samples_per_s"] == 128 / 2.0
+    assert rows[0]["curve"] == [[0.0, 0.25], [9.0, 0.5], [17.0, 0.75]]
+    settings, machine = {"seeds": 2, "steps": 6, "samples": 128}, {"cpu": "a processor", "cores": 2}
     report = {"rows": rows, "settings": settings, "date": "2026-11-30", "machine": machine}
     shown = async_against_sync.markdown(report)
-    assert "2 cores of a processor, 2026-11-30: 2 seeds, 4 steps of 128 samples." in shown
-    assert "| 64 (64 to 64) |  | 0.62 | 0.50 in 4 (4 to 4) | 0.00 | 25% |" in shown
-    assert "| 128 (128 to 128) | 2.00 | 0.62 | 0.50 in 2 (2 to 2) | 1.00 | 50% |" in shown
+    assert "2 cores of a processor, 2026-11-30: 2 seeds, 6 steps of 128 samples." in shown
+    assert "| 64 (64 to 64) |  | 0.62 | 0.50 in 9 (9 to 9) | 0.00 | 18% |" in shown
+    assert "| 128 (128 to 128) | 2.00 | 0.62 | 0.50 in 7 (7 to 7) | 1.00 | 27% |" in shown
     async_against_sync.draw(report, tmp_path / "figure.svg")
     assert "2.00 times the samples per second" in (tmp_path / "figure.svg").read_text()
 
