@@ -96,7 +96,7 @@ class SynchronousProgram:
         """Take one step of the clipped objective, a mean over tokens, with advantages relative to the group."""
         tokens = sum(len(sample.token_ids) for group in groups for sample in group)
         judged = [pair for group in groups for pair in zip(group, advantages(group), strict=True)]
-        shares: list[list[torch.Tensor | Any]] = [[] for _ in range(RANKS)]
+        shares: list[list[list[torch.Tensor]]] = [[] for _ in range(RANKS)]
         loads = [0] * RANKS
         for sample, advantage in sorted(judged, key=lambda pair: -pair[0].length):
             if advantage:  # others have no gradient
