@@ -12,6 +12,7 @@ from syntax_trees import nodes_of
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.rollout.contract.registry import registered_rollout_engine
 from weightlane.trainer import training_engine_class
+from weightlane.trainer.loop.environments.registry import environment_class
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent for path in (ROOT / "plugins/packages").glob("*/pyproject.toml"))
@@ -38,8 +39,12 @@ def package(request: pytest.FixtureRequest) -> Path:
 def test_a_package_is_installed_and_its_engine_found_by_entry_point(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     rows = {row.name: row for row in CheckpointEngineRegistry().list()}
-    for kind, find in (("training", training_engine_class), ("rollout", registered_rollout_engine)):
-        for name, value in project.get("entry-points", {}).get(f"weightlane.{kind}_engines", {}).items():
+    for group, find in (
+        ("training_engines", training_engine_class),
+        ("rollout_engines", registered_rollout_engine),
+        ("environments", environment_class),
+    ):
+        for name, value in project.get("entry-points", {}).get(f"weightlane.{group}", {}).items():
             engine = find(name)
             assert f"{engine.__module__}:{engine.__qualname__}" == value
     for name in project.get("entry-points", {}).get("weightlane.ckpt_engines", ()):

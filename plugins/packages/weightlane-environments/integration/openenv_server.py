@@ -11,7 +11,7 @@ from uuid import uuid4
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
-PING_S, PATIENCE_S = 0.5, 3.0
+PING_S, PATIENCE_S = 1.0, 15.0
 """Seconds between the server's pings, and until a client that does not answer one is disconnected."""
 
 

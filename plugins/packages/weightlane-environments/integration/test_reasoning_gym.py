@@ -97,7 +97,7 @@ def test_a_reply_that_the_dataset_evaluates_costs_its_own_episode_only() -> None
     episodes = []
     for reply in hostile:
         episodes += [(given, Scripted(reply)), (given, Scripted(given["answer"]))]
-    results = played(environment("reasoning-gym", answer_tag="", call_time_limit_s=2), *episodes)
+    results = played(environment("reasoning-gym", answer_tag="", call_time_limit_s=15), *episodes)
     for reply, result, after in zip(hostile, results[::2], results[1::2], strict=True):
         if expected := hostile[reply]:
             assert isinstance(result, expected), (reply, result)

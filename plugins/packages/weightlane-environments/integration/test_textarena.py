@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import textarena as ta
-from episodes import Scripted, environment, played
+from episodes import MOST_S, Scripted, environment, played
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.loop.environments import Verdict
@@ -59,7 +59,7 @@ def test_games_are_the_engines_own_also_when_many_are_played_at_once() -> None:
         for seed in (3, 4, 3):
             episodes.append(({"game": game, "seed": seed, "messages": []}, Scripted(*moves)))
             expected.append(by_the_engine(game, seed, moves))
-    verdicts = played(environment("textarena", processes=2, unfinished_reward=-7), *episodes)
+    verdicts = played(environment("textarena", processes=2, unfinished_reward=-7, call_time_limit_s=MOST_S), *episodes)
     for (task, episode), verdict, (said, rewards, info, taken) in zip(episodes, verdicts, expected, strict=True):
         assert isinstance(verdict, Verdict), (task, verdict)
         assert episode.read == [[{"role": "user", "content": text}] for text in said], task

@@ -30,7 +30,7 @@ class LibraryOptions(Options):
 
     processes: int = Field(default=1, ge=1, description="Processes that make the library's calls, each one at a time.")
     call_time_limit_s: float = Field(
-        default=10.0, gt=0, description="Most seconds of a call; one that takes longer costs its episode."
+        default=30.0, gt=0, description="Most seconds of a call; one that takes longer costs its episode."
     )
     memory_mib: int = Field(default=4096, ge=256, description="Most memory of a process, in MiB of address space.")
     variables: tuple[str, ...] = Field(

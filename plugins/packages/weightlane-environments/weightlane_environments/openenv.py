@@ -102,7 +102,7 @@ class OpenEnv(Environment):
             first = None if self.options.first == "task" else self.options.opening(task, self._text(answer))
             reply = await episode.reply(first)
             while not reply.is_last:
-                action = {**self.options.action, self.options.action_field: self.options.action(reply.text)}
+                action = {**self.options.action, self.options.action_field: self.options.action_of(reply.text)}
                 answer = await self._ask(connection, "step", action)
                 rewards.append(float(answer.get("reward") or 0.0))
                 if done := bool(answer.get("done")):

@@ -64,7 +64,7 @@ class TextArena(Environment):
             said = await process.call("start", key=key, game=game, options=self.options.game_options, seed=seed)
             reply = await episode.reply(self.options.opening(task, said))
             while not reply.is_last:
-                answer = await process.call("step", key=key, move=self.options.action(reply.text))
+                answer = await process.call("step", key=key, move=self.options.action_of(reply.text))
                 if answer["done"]:
                     break
                 reply = await episode.reply(self.options.news(task, answer["news"]))

@@ -33,6 +33,6 @@ class TurnOptions(Options):
             return [{"role": "user", "content": observation}]
         return self.text.replace("{observation}", observation)
 
-    def action(self, reply: str) -> str:
+    def action_of(self, reply: str) -> str:
         """Return the part of a reply that counts."""
         return reply.rpartition(self.after)[2] if self.after else reply
