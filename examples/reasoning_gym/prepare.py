@@ -3,8 +3,9 @@
     python examples/reasoning_gym/prepare.py --out runs/reasoning_gym/task --seed 0
 
 Writes ``OUT/model`` (a Hugging Face directory), ``OUT/train.jsonl`` and ``OUT/heldout.jsonl``. The tasks are those of the dataset
-``spell_backward`` with words of five letters. The model is that of the arithmetic example, trained on them with plain torch until
-greedy decoding gets `TARGET` of the words right; reinforcement learning does the rest.
+``spell_backward`` with words of five letters; a prompt is the word alone, since a token is a byte. The model is that of the
+arithmetic example, trained on them with plain torch until greedy decoding gets `TARGET` of the words right; reinforcement
+learning does the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def prepare(out: Path, seed: int) -> None:
     making = out.with_name(f"{out.name}.part")
     shutil.rmtree(making, ignore_errors=True)
     options = {"min_word_len": LETTERS, "max_word_len": LETTERS}
-    tasks = problem_tasks("spell_backward", options, seed=seed, size=HELDOUT + TRAIN, template="{question}\n")
+    tasks = problem_tasks("spell_backward", options, seed=seed, size=HELDOUT + TRAIN, template="{question}")
+    for task in tasks:
+        task["prompt"] = task["prompt"].rpartition(" ")[2] + ">"  # the question ends with the word
     train, heldout = write_tasks(tasks, heldout=HELDOUT, out=making)
     print(f"tasks: {train} for training, {heldout} held out, none in both")
     lines = (making / "train.jsonl").read_text().splitlines()
