@@ -84,7 +84,7 @@ def test_an_invalid_move_is_what_the_engine_makes_of_it_and_text_models_read_tex
     assert "You attempted an invalid move." in second
     assert second.endswith(">>")
     assert isinstance(verdict, Verdict)
-    assert verdict.metrics == {"moves": 0, "finished": 1.0, "invalid_move": 1.0}
+    assert verdict.metrics == {"moves": 1, "finished": 1.0, "invalid_move": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,5 @@ def test_a_failure_costs_its_episode_only() -> None:
     *failed, other = played(made, *((task, Scripted("1")) for task in [*broken, fine]))
     assert [type(each) for each in failed] == [ConfigError] * 3
     assert isinstance(other, Verdict)
-    (late,) = played(environment("textarena", call_time_limit_s=1e-5), (fine, Scripted("1")))
-    assert isinstance(late, DeadlineExceededError)
-    assert "call_time_limit_s" in str(late)
+    with pytest.raises(DeadlineExceededError, match="call_time_limit_s"):
+        environment("textarena", game="GuessTheNumber-v0", call_time_limit_s=1e-5)
