@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_i
 
 from weightlane.ckpt_engines import DeadlineExceededError
 from weightlane.trainer.config import EnvironmentConfig
+from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.environments import Environment, EnvironmentContext
 from weightlane.trainer.loop.environments.player import Player
 from weightlane.trainer.loop.environments.registry import make_environment
@@ -83,16 +85,31 @@ def played(
         (folder / "agents_of_test.py").write_text(MODULE)
         chosen = {"function": "agents_of_test:current"}
 
-    async def main() -> tuple[Played, Saying]:
-        environment = agent_of(folder, {**chosen, **(options or {})})
-        rollout = Saying(World(), "rollout-0", *texts)
+    return played_at_once(folder, {**chosen, **(options or {})}, TASKS[0], texts, **limits)[0]
+
+
+def played_at_once(
+    folder: Path, options: Mapping[str, Any], task: Task, *episodes: Sequence[str], **limits: Any
+) -> list[tuple[Played, Saying]]:
+    """Play `task` once for each sequence of replies, all at the same time."""
+
+    async def main() -> list[tuple[Played, Saying]]:
+        environment = agent_of(folder, options)
+        rollouts = [Saying(World(), "rollout-0", *texts) for texts in episodes]
         try:
             player = player_of(environment, **limits)
-            return await player.play(cast("Rollout", rollout), TASKS[0], greedy=False), rollout
+            plays = [player.play(cast("Rollout", rollout), task, greedy=False) for rollout in rollouts]
+            return list(zip(await asyncio.gather(*plays), rollouts, strict=True))
         finally:
             await environment.close()
 
     return asyncio.run(main())
+
+
+def task_of(line: str) -> Task:
+    """The task that a line of a task file has."""
+    extra = json.loads(line)
+    return Task(extra.pop("prompt"), extra.pop("answer"), extra)
 
 
 def user(text: str) -> Any:
