@@ -27,6 +27,11 @@ PLAIN = {
 }
 """Decorators that call nothing. Any other may register what it decorates."""
 USED_ELSEWHERE = {
+    "APPENDS_SYSTEM_PROMPT": "verifiers' Harness",
+    "EXECUTES_CODE": "verifiers' Harness",
+    "NEEDS_CONTAINER": "verifiers' Harness",
+    "SUPPORTS_MCP": "verifiers' Harness",
+    "SUPPORTS_RESUME": "verifiers' Harness",
     "_fields_": "ctypes",
     "allow_metadata_only": "a field of the Tinker API",
     "available_bytes": "MicroBatchStats, which programs of one's own read",
@@ -43,6 +48,7 @@ USED_ELSEWHERE = {
     "init_rollout_process_group": "NeMo-RL's CheckpointEngine",
     "init_transfer_engine": "vLLM's weight transfer",
     "init_weight_transfer": "TRL's WeightTransferProtocol",
+    "launch": "verifiers' Harness",
     "log_message": "http.server",
     "measured_bytes": "MicroBatchStats, which programs of one's own read",
     "optimizer_config": "a field of the Tinker API",
