@@ -35,3 +35,7 @@ class Adding(vf.Taskset[AddingTask, vf.TasksetConfig]):
 
 
 __all__ = ["Adding"]
+
+
+if __name__ == "__main__":
+    Adder.run()

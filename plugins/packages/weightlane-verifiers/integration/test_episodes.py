@@ -64,7 +64,7 @@ def test_hangman_plays_its_turns_and_gives_the_rewards_of_its_engine(hangman: Pa
 
 def test_episodes_without_room_or_turns_are_judged_as_they_stand(hangman: Path, tmp_path: Path) -> None:
     task = task_of((hangman / "train.jsonl").read_text().splitlines()[0])
-    for limits, ended in (({"max_turns": 2}, "turns"), ({"max_model_len": 1700}, "full")):
+    for limits, ended in (({"max_turns": 2}, "turns"), ({"max_model_len": 1250}, "full")):
         moves = [[f"[{letter}]" for letter in "BCDFG"]]
         ((one, rollout),) = played_at_once(tmp_path, OPTIONS, task, *moves, **limits)
         assert (one.error, one.reward, one.ended) == (None, 0.0, ended)
