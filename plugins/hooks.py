@@ -201,11 +201,21 @@ class RunHooks:
 
     @hookspec
     def replica_joined(self, replica: str, facts: Facts) -> None:
-        """`replica` replaced a dead one, and serves. Called by the driver.
+        """`replica` has started during the run, and serves. Called by the driver.
 
-        Facts: ``instead_of`` (the dead replica's name), ``version`` (the served one), ``seconds`` (since the death).
+        Facts: ``instead_of`` (name of the dead replica that it replaces; empty if there are more replicas now), ``version`` (the
+        served one), ``seconds`` (since the death, or since the run was scaled).
         """
         self._call("replica_joined", replica=replica, facts=facts)
+
+    @hookspec
+    def replica_left(self, replica: str, facts: Facts) -> None:
+        """`replica` has left because the run was scaled, and its processes have ended. Called by the driver.
+
+        Facts: ``seconds`` (since the run was scaled), ``handed_over`` (number of groups that it did not finish, which others
+        generate again), ``error`` (text of its death, if it died meanwhile), ``replicas`` (number of those that are left).
+        """
+        self._call("replica_left", replica=replica, facts=facts)
 
     @hookspec
     def turn_ended(self, turn: str, facts: Facts) -> None:

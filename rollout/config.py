@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -35,6 +36,11 @@ class RolloutConfig(BaseModel):
     )
     replicas: int = Field(1, ge=1, description="Number of rollout replicas, each a complete copy of the model.")
     tensor_parallel: int = Field(1, ge=1, description="Rollout ranks (worker processes) that share one replica.")
+    sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="Rollout ranks of each replica that a run begins with, if they differ, such as [2, 1, 1]; replicas is then"
+        " their number. tensor_parallel is the size of replicas that are added later.",
+    )
     expert_parallel: bool = Field(
         False,
         description=(
@@ -122,6 +128,23 @@ class RolloutConfig(BaseModel):
         ),
     )
     max_replacements: int = Field(3, ge=0, description="Most replicas that one run replaces.")
+    autoscale: bool = Field(
+        False,
+        description="The number of replicas follows the room for them in the Ray cluster, as its machines come and go, from"
+        " min_replicas to max_replicas. A dead replica has no successor of its own; another one starts where there is room.",
+    )
+    min_replicas: int = Field(
+        1, ge=1, description="Fewest replicas that weightlane scale may ask for; with autoscale, fewer end the run."
+    )
+    max_replicas: int | None = Field(
+        None, ge=1, description="Most replicas of a run that is scaled; none: as many as the machines have room for."
+    )
+    drain_timeout_s: float = Field(
+        60.0,
+        ge=0.0,
+        description="Seconds in which a replica that is to leave may finish what it generates. Others then begin again with"
+        " the rest, which is mostly long.",
+    )
     concurrency: int = Field(64, ge=1, description="Requests the loop keeps in flight per replica.")
     start_timeout_s: float | None = Field(
         None,
@@ -151,6 +174,22 @@ class RolloutConfig(BaseModel):
     )
 
     @property
+    def each(self) -> list[Self]:
+        """The options of each replica that a run begins with, in order: only `tensor_parallel` differs."""
+        sizes = self.sizes or (self.tensor_parallel,) * self.replicas
+        return [self.model_copy(update={"tensor_parallel": size, "sizes": ()}) for size in sizes]
+
+    @property
+    def ranks(self) -> int:
+        """The number of rollout ranks that a run begins with."""
+        return sum(self.sizes) or self.replicas * self.tensor_parallel
+
+    def of_replica(self, name: str) -> Self:
+        """Return the options of the replica ``rollout-<number>``, or ``rollout-<number>.<successor>``."""
+        each, number = self.each, int(name.partition("-")[2].partition(".")[0])
+        return each[number] if number < len(each) else self.model_copy(update={"sizes": ()})
+
+    @property
     def start_limit_s(self) -> float:
         """`start_timeout_s`, or the default for a small model."""
         return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
@@ -162,7 +201,26 @@ class RolloutConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _replicas_within_limits(self) -> Self:
+        most = math.inf if self.max_replicas is None else self.max_replicas
+        if self.min_replicas > most:
+            raise ValueError(f"min_replicas is {self.min_replicas}, and max_replicas is {most}")
+        # Without autoscale, they only limit what weightlane scale may ask for.
+        if self.autoscale and not self.min_replicas <= self.replicas <= most:
+            raise ValueError(f"replicas is {self.replicas}, and with autoscale from min_replicas to max_replicas")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_as_have_sizes(cls, keys: Any) -> Any:
+        if isinstance(keys, dict) and isinstance(sizes := keys.get("sizes"), list | tuple) and sizes:
+            if keys.get("replicas", len(sizes)) != len(sizes):
+                raise ValueError(f"replicas is {keys['replicas']}, and sizes has {len(sizes)}: leave replicas out")
+            return {**keys, "replicas": len(sizes)}
+        return keys
+
+    @model_validator(mode="after")
     def _experts_have_ranks(self) -> Self:
-        if self.expert_parallel and self.tensor_parallel == 1:
+        if self.expert_parallel and 1 in (self.tensor_parallel, *self.sizes):
             raise ValueError("expert_parallel divides experts between ranks: set tensor_parallel to more than 1")
         return self

@@ -47,12 +47,14 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     model = check_model_dir(find_model(config.model.path))
     check_trainer(config.trainer, model.path, here=False)
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
-    tensor_parallel = config.rollout.tensor_parallel
-    ranks: Sequence[Any] = (None,) * tensor_parallel
+    each = config.rollout.each
+    of_size: dict[int, Sequence[Any]] = {one.tensor_parallel: (None,) * one.tensor_parallel for one in each}
     why_whole, computes = "", str(config.rollout.dtype)
     if not facts.persistent or (computes == config.sync.wire_dtype == "auto"):
         # May load vLLM, so it comes after all checks that don't need it.
-        needs = rollout_engine_class(config.rollout).planned_needs(config.rollout, model.path)
+        engine = rollout_engine_class(config.rollout)
+        planned = {one.tensor_parallel: engine.planned_needs(one, model.path) for one in each}
+        needs = next(iter(planned.values()))
         computes = needs.dtype or computes
         if computes == config.sync.wire_dtype == "auto":
             raise ConfigError(
@@ -61,15 +63,15 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
                 hint="Set rollout.dtype or sync.wire_dtype.",
             )
         if not facts.persistent:
-            ranks, why_whole = needs.ranks, needs.why_whole
+            of_size, why_whole = {size: one.ranks for size, one in planned.items()}, needs.why_whole
     wire = wire_dtype(config, computes)
     placements = outlined_placements(config.trainer, model.path, wire)
     report = configured_report(
         {publisher_name(rank): placement for rank, placement in enumerate(placements)},
         {
             f"rollout-{replica}/{rank}": need
-            for replica in range(config.rollout.replicas)
-            for rank, need in enumerate(ranks)
+            for replica, one in enumerate(each)
+            for rank, need in enumerate(of_size[one.tensor_parallel])
         },
         facts,
         config.sync,

@@ -144,6 +144,10 @@ def predicted(
             part=_PART,
             hint="Leave out trainer.device, trainer.compute_dtype and gpus_per_rank of 0, or --on.",
         )
+    if rollout.sizes:
+        raise ConfigError(
+            "time is predicted for replicas of one size.", part=_PART, hint="Leave out rollout.sizes, or --on."
+        )
     served, cache = _served(config, sizes, gpu)
     shares_gpu = trainer.gpus_per_rank < 1
     memory = _trainer_memory(config, model, sizes, gpu, served if shares_gpu else 0)

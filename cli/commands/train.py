@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 from weightlane.rollout.replicas.ray_actor import RolloutReplica
@@ -14,8 +14,9 @@ from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.environments.player import Player
+from weightlane.trainer.loop.fleet import Fleet
 from weightlane.trainer.loop.loop import AsyncLoop
-from weightlane.trainer.loop.protocols import LoopParts, LoopState, StartReplacement
+from weightlane.trainer.loop.protocols import LoopParts, LoopState, StartReplica
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.jobs import Export, Save
@@ -23,6 +24,8 @@ from weightlane.trainer.runner.runner import Runner
 
 from ..config.run_config import VERSIONS_DIR, RunConfig
 from ..config.validation import explain
+from ..fleet.fleet_control import FleetControl
+from ..fleet.room import RoomFollower, check_replicas
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.open_observers import RunObservers
@@ -56,8 +59,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             config.observers, run_dir.path.resolve(), own, display.say, config.model_dump(mode="json")
         )
         hooks = stack.enter_context(observers)
-        cpus, logs = reserved_cpus(config), run_dir.path / "logs"
-        cluster = RayCluster(config.ray, cpus, logs, observers.environment, config.sync.host)
+        cluster = RayCluster(
+            config.ray, reserved_cpus(config), run_dir.path / "logs", observers.environment, config.sync.host
+        )
         await start_ray(stack, cluster)
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
@@ -113,8 +117,11 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             export=export,
             quorum=config.sync.quorum,
             shared=runner if config.trainer.colocate else None,
-            start_replacement=_replacements(config, model, state, rendezvous, replicas, stack),
+            start_replica=_starter(config, model, state.step if state else 0, rendezvous, stack),
             max_replacements=config.rollout.max_replacements if config.rollout.replace_dead else 0,
+            follows_room=config.rollout.autoscale,
+            min_replicas=config.rollout.min_replicas,
+            drain_s=config.rollout.drain_timeout_s,
             max_model_len=longest,
             player=_player(ready, judge, longest, stack),
             advantages=ready.advantages,
@@ -128,7 +135,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             resume=state,
             curriculum=config.data.curriculum != "off",
         )
-        summary = await loop.run()
+
+        async with _changing_fleet(loop.fleet, config, cluster, run_dir.path, display.say):
+            summary = await loop.run()
         if not summary.replicas_lost:
             cluster.succeeded()
     run_dir.write_json("summary.json", {"run": about_run(config, model, path), **summary.to_plain()})
@@ -138,6 +147,22 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     if summary.replicas_lost:
         display.say(f"logs of the run's processes: {run_dir.path / 'logs'}")
     return summary
+
+
+@asynccontextmanager
+async def _changing_fleet(
+    fleet: Fleet, config: RunConfig, cluster: RayCluster, path: Path, say: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Let ``weightlane scale`` change the number of replicas inside the block, or with ``rollout.autoscale`` the machines."""
+
+    def check(replicas: int) -> None:
+        check_replicas(config, replicas, cluster.machines(), cluster.cpus)
+
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(FleetControl(path, fleet, check, say).following())
+        if config.rollout.autoscale:
+            await stack.enter_async_context(RoomFollower(fleet, config.rollout, cluster.room).following(say))
+        yield
 
 
 def _player(ready: Preparation, judge: RewardPool, longest: int, stack: AsyncExitStack) -> Player | None:
@@ -156,26 +181,21 @@ def _player(ready: Preparation, judge: RewardPool, longest: int, stack: AsyncExi
     )
 
 
-def _replacements(
-    config: RunConfig,
-    model: ModelInfo,
-    state: LoopState | None,
-    rendezvous: Rendezvous,
-    replicas: Sequence[RolloutReplica],
-    stack: AsyncExitStack,
-) -> StartReplacement:
-    """Return a function that replaces a dead replica by a new one."""
-    known = {replica.name: replica for replica in replicas}
+def _starter(
+    config: RunConfig, model: ModelInfo, version: int, rendezvous: Rendezvous, stack: AsyncExitStack
+) -> StartReplica:
+    """Return a function that starts a further replica, which begins with `version`, and which `stack` closes."""
     engine = config.checkpoint_engine
 
-    async def start_replacement(dead: str, name: str) -> RolloutReplica:
-        await known.pop(dead).close()  # its actor may have outlived its engine and still hold a GPU
-        version = state.step if state else 0
-        replica = RolloutReplica.place(name, config.rollout, model.path, initial_version=version)
+    async def start_replica(name: str) -> RolloutReplica:
+        replica = RolloutReplica.place(name, config.rollout.of_replica(name), model.path, initial_version=version)
         stack.push_async_callback(replica.close)
-        await replica.start()
-        await replica.connect(rendezvous.address.to_plain(), engine.backend, engine.options)
-        known[name] = replica
+        try:
+            await replica.start()
+            await replica.connect(rendezvous.address.to_plain(), engine.backend, engine.options)
+        except BaseException:
+            await replica.close()
+            raise
         return replica
 
-    return start_replacement
+    return start_replica

@@ -41,6 +41,14 @@ def check_colocation(
             "left out",
             "rollouts use the trainer's GPUs",
         ),
+        (
+            not rollout.autoscale,
+            "rollout.autoscale",
+            rollout.autoscale,
+            "left out",
+            "there are as many as share devices",
+        ),
+        (not rollout.sizes, "rollout.sizes", rollout.sizes, "left out", "each takes the GPUs of as many trainer ranks"),
     ):
         if not fits:
             raise ConfigError(

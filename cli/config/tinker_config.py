@@ -30,6 +30,10 @@ def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfi
     refuse_colocation(config.trainer, "tinker")
     if config.algorithm != AlgorithmConfig():
         raise ConfigError("[algorithm] is no section of a service: clients say what they train with.", part=_PART)
+    if config.rollout.autoscale:
+        raise ConfigError(
+            "rollout.autoscale is for runs: a service keeps its replicas.", part=_PART, hint="Leave it out."
+        )
     if config.trainer.lora is not None:
         raise ConfigError(
             "[trainer.lora] is no section of a service.",

@@ -31,7 +31,7 @@ _TAIL_BYTES = 1 << 18
 """Bytes at the end of a file of failures, and of the samples of a run that goes on, that are read."""
 _SAMPLE_BYTES = 1 << 22
 """The same for the samples of a page that is written once."""
-_REPLICA_EVENTS = ("replica_quarantined", "replica_lost", "replica_joined")
+_REPLICA_EVENTS = ("replica_quarantined", "replica_lost", "replica_joined", "replica_left")
 _DATABASE_S = 5.0
 """Longest wait for a lock of the service's database."""
 _MODELS = """
@@ -267,7 +267,10 @@ def _syncs(events: Sequence[Event]) -> list[dict[str, Any]]:
 
 
 def _replica_event(event: Event) -> dict[str, Any]:
-    detail = event.get("error") or f"in the place of {event.get('instead_of')}, with version {event.get('version')}"
+    place = f"in the place of {event['instead_of']}, " if event.get("instead_of") else ""
+    joined = f"{place}with version {event.get('version')}"
+    left = f"the run was scaled; {event.get('replicas')} left"
+    detail = event.get("error") or (left if event["event"] == "replica_left" else joined)
     return {
         "time": event["time"],
         "replica": event.get("replica"),

@@ -104,11 +104,17 @@ class RunDisplay:
 
     @hookimpl
     def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """Print the replacement."""
-        self.say(
-            f"{replica} replaces {facts['instead_of']} {facts['seconds']:.0f} s after its death, and serves version"
-            f" {facts['version']}"
-        )
+        """Print that the replica serves, and the one that it replaces."""
+        seconds, dead = f"{facts['seconds']:.0f} s", facts["instead_of"]
+        begun = f"replaces {dead} {seconds} after its death" if dead else f"has started within {seconds}"
+        self.say(f"{replica} {begun}, and serves version {facts['version']}")
+
+    @hookimpl
+    def replica_left(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """Print that the replica has left, and what it has left to others."""
+        others = f"; others generate {facts['handed_over']} of its groups again" if facts["handed_over"] else ""
+        died = f", and died meanwhile: {facts['error']}" if facts["error"] else ""
+        self.say(f"{replica} has left after {facts['seconds']:.0f} s; {facts['replicas']} remain{others}{died}")
 
     @hookimpl
     def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
@@ -194,6 +200,8 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         table.add_row("failed", escape(_counted(summary.failures)))
     if summary.replicas_lost:
         table.add_row("rollout replicas lost", f"{summary.replicas_lost}, {summary.replicas_replaced} replaced")
+    if summary.replicas_added or summary.replicas_left:
+        table.add_row("rollout replicas scaled", f"{summary.replicas_added} added, {summary.replicas_left} left")
     table.add_row("wall time", f"{summary.wall_s:.1f} s")
     table.add_row("files", escape(directory))
     console.print(table)

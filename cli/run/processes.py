@@ -63,9 +63,10 @@ async def start_processes(
     """
     started = time.perf_counter()
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)
+    sizes = ", ".join(f"TP{size}" for size in dict.fromkeys(each.tensor_parallel for each in config.rollout.each))
     say(
         f"starting {described_ranks(config.rank_groups)} ({config.trainer.engine}) and {config.rollout.replicas} rollout"
-        f" replica(s) x TP{config.rollout.tensor_parallel} ({config.rollout.engine}), weights by"
+        f" replica(s) x {sizes} ({config.rollout.engine}), weights by"
         f" {config.checkpoint_engine.backend!r}" + (f", resuming at step {version}" if version else "")
     )
     ranks = ray_ranks(config.rank_groups, None if config.ray.address else config.sync.host)

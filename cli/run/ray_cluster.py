@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from typing import Any, Self
 from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
 from weightlane.ckpt_engines.runtime.process_tree import children_by_parent
 from weightlane.plugins.prometheus import LOOPBACK
+from weightlane.rollout.config import RolloutConfig
 
 from ..config.run_config import RaySection
 from .cleanup_process import CleanupProcess, keep_logs
@@ -105,6 +107,30 @@ def refuse_loopback(section: RaySection, host: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterRoom:
+    """What a Ray cluster has, as Ray's public functions tell."""
+
+    machines: Mapping[str, Mapping[str, float]]
+    """All resources of every living machine, by its id."""
+    free: Mapping[str, float]
+    """Resources of all machines together that nobody has reserved."""
+
+    def further(self, rollout: RolloutConfig) -> int:
+        """Return the number of further replicas for which there is room: together, and on machines that are large enough."""
+        needs = {
+            "CPU": rollout.tensor_parallel * rollout.cpus_per_rank,
+            "GPU": rollout.tensor_parallel * (rollout.gpus_per_rank or 0.0),
+        }
+        return min(_times(self.free, needs), sum(_times(each, needs) for each in self.machines.values()))
+
+
+def _times(there: Mapping[str, float], needs: Mapping[str, float]) -> int:
+    """How often `needs` fit into what is there. Ray counts in ten thousandths."""
+    fits = [there.get(name, 0.0) / amount for name, amount in needs.items() if amount]
+    return math.floor(min(fits, default=0.0) + 1e-4)
+
+
 class RayCluster:
     """A context manager in which Ray is initialized. Its end ends every process of a local cluster.
 
@@ -140,6 +166,20 @@ class RayCluster:
 
         here = Machines.here()
         return Machines(int(ray.cluster_resources().get("GPU", 0)), here.gpu_bytes)
+
+    def room(self) -> ClusterRoom:
+        """Return the machines of the cluster, and what is free. May block while Ray notices the death of one."""
+        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
+
+        machines = {node["NodeID"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+        return ClusterRoom(machines, dict(ray.available_resources()))
+
+    @property
+    def cpus(self) -> float:
+        """The CPUs of the cluster, as Ray counts them."""
+        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
+
+        return float(ray.cluster_resources().get("CPU", 0.0))
 
     def succeeded(self) -> None:
         """Note that the run succeeded, so that its logs are not kept."""

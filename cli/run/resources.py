@@ -88,7 +88,7 @@ class Sizes:
         configured = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
         dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
-        share = staged = -(-version // config.rollout.tensor_parallel)
+        share = staged = -(-version // min(each.tensor_parallel for each in config.rollout.each))
         trained = _TRAINED_BYTES + _MOMENT_BYTES.get(config.trainer.optimizer, 8)
         policy = trained if config.trainer.lora is None else _ADAPTED_BYTES
         if config.rollout.adapter is not None:
@@ -136,6 +136,11 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
     )
 
 
+def check_gpus(config: ClusterConfig, machines: Machines) -> None:
+    """Raise `ConfigError` if a run of `config`, which is `fitted`, needs more GPUs than `machines` have."""
+    _check_gpus(config, _trainer_gpus(config.rank_groups, machines), config.rollout.gpus_per_rank or 0.0, machines)
+
+
 def refuse_unfitting(config: ClusterConfig, model: ModelInfo, machines: Machines | None = None) -> None:
     """Raise the `ConfigError` with which the start of `config` would fail, because it does not fit `machines`; None: this one.
 
@@ -169,9 +174,9 @@ def fitted_trainer(
 
 
 def reserved_cpus(config: ClusterConfig) -> float:
-    """Return the CPUs that Ray reserves for the processes of a run."""
+    """Return the CPUs that Ray reserves for the processes of a run, once it has as many replicas as it may have."""
     rollout = config.rollout
-    ranks = rollout.replicas * rollout.tensor_parallel
+    ranks = rollout.ranks + max(0, (rollout.max_replicas or 0) - rollout.replicas) * rollout.tensor_parallel
     return cpus_of(config.rank_groups) + ranks * rollout.cpus_per_rank
 
 
@@ -207,8 +212,7 @@ def _trainer_gpus(groups: Mapping[str, TrainerConfig], machines: Machines) -> fl
 
 def _check_gpus(config: ClusterConfig, trainer_gpus: float, rollout_gpus: float, machines: Machines) -> None:
     """Raise `ConfigError` if there are too few GPUs, for which Ray would wait for ever."""
-    groups, rollout = config.rank_groups, config.rollout
-    ranks = rollout.replicas * rollout.tensor_parallel
+    groups, ranks = config.rank_groups, config.rollout.ranks
     if config.trainer.colocate:
         if rollout_gpus and ranks > config.trainer.ranks:
             raise ConfigError(
@@ -276,8 +280,7 @@ def vllm_is_for_cpus() -> bool:
 
 def described(config: ClusterConfig, sizes: Sizes, machines: Machines) -> Sequence[tuple[str, str]]:
     """Return name and amount of each resource that a run of the `fitted` configuration needs."""
-    rollout = config.rollout
-    ranks = rollout.replicas * rollout.tensor_parallel
+    rollout, ranks = config.rollout, config.rollout.ranks
     state = "GB each for weights, gradients and optimizer if split over all ranks, plus activations"
     return [
         ("model", f"{sizes.parameters / _GB:.3g} billion parameters, {sizes.version / _GB:.3g} GB a version"),

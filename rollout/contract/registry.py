@@ -37,6 +37,7 @@ def missing_capabilities(config: RolloutConfig, can: RolloutCapabilities) -> lis
     wants = {
         f"commit = {config.commit!r}": config.commit not in can.commit_modes,
         f"tensor_parallel = {config.tensor_parallel}": config.tensor_parallel > 1 and not can.tensor_parallel,
+        f"sizes = {list(config.sizes)}": max(config.sizes, default=1) > 1 and not can.tensor_parallel,
         "versions that are adapters": config.adapter is not None and not can.adapters,
         f"kv_on_commit = {config.kv_on_commit!r}": config.kv_on_commit == "keep" and not can.keeps_caches,
         "trainer.colocate, for which replicas sleep": config.sleeps and not can.sleeps,

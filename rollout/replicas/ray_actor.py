@@ -283,12 +283,12 @@ async def start_replicas(
     replicas = [
         RolloutReplica.place(
             f"rollout-{index}",
-            config,
+            each,
             model_dir,
             initial_version=initial_version,
             shared=shared[index] if shared else None,
         )
-        for index in range(config.replicas)
+        for index, each in enumerate(config.each)
     ]
     try:
         async with asyncio.TaskGroup() as starting:

@@ -64,7 +64,7 @@ class AsyncLoop:
         self._takes_turns = parts.shared is not None
         if parts.shared is not None:
             turns = Turns(parts.shared, parts.syncer, parts.rollouts, parts.hooks)
-            parts = replace(parts, trainers=turns, syncer=turns, start_replacement=None)
+            parts = replace(parts, trainers=turns, syncer=turns, start_replica=None)
         self._parts = parts
         self._config = config
         self._algorithm = algorithm
@@ -72,7 +72,7 @@ class AsyncLoop:
         self._clock = OverlapClock()
         stream: type[TaskStream[Task]] = Curriculum if curriculum else TaskStream
         self._stream = stream(parts.train_tasks, seed)
-        self._fleet = Fleet(parts, on_ready=self._on_ready, on_change=self._on_change)
+        self._fleet = Fleet(parts, on_ready=self._on_ready, on_change=self._on_change, leave=self._on_leave)
         largest = max(algorithm.group_size, *(task.group_size for task in parts.train_tasks))
         self._failures = Failures(config.max_failed_share, parts.hooks, largest)
         self._feeder = RolloutFeeder(
@@ -107,6 +107,11 @@ class AsyncLoop:
         self._reported = 0
         """Number of versions whose cost to the replicas was reported to observers."""
         self._summary = RunSummary(self._keeper.times)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The replicas, whose number may change while `run` runs."""
+        return self._fleet
 
     async def run(self) -> RunSummary:
         """Run to the last step.
@@ -175,13 +180,16 @@ class AsyncLoop:
             await self._write_last()
         summary = self._summary
         summary.measured_after = await self._evaluate(self._step)
+        totals = list(self._fleet.departed)
         for rollout in self._fleet.living:
             with suppress(WorkerDiedError):  # a death no longer matters here
-                stats = await rollout.stats()
-                summary.max_token_gap_s = max(summary.max_token_gap_s, stats.max_token_gap_s)
-                summary.generated_tokens += stats.tokens
-                summary.recomputed_tokens += stats.recomputed_tokens
+                totals.append(await rollout.stats())
+        for stats in totals:
+            summary.max_token_gap_s = max(summary.max_token_gap_s, stats.max_token_gap_s)
+            summary.generated_tokens += stats.tokens
+            summary.recomputed_tokens += stats.recomputed_tokens
         summary.replicas_lost, summary.replicas_replaced = self._fleet.losses, self._fleet.successions
+        summary.replicas_added, summary.replicas_left = self._fleet.additions, self._fleet.departures
         summary.drawn_tokens, summary.trained_tokens = self._feeder.drawn.mean, self._trained.mean
         if isinstance(self._stream, Curriculum):
             summary.success_of_tasks = self._stream.mean_rate
@@ -329,6 +337,9 @@ class AsyncLoop:
     def _on_ready(self, name: str, newcomer: Rollout) -> None:
         self._feeder.add(newcomer)
         self._keeper.join(name, newcomer)
+
+    async def _on_leave(self, name: str) -> None:
+        await self._keeper.leave(name)
 
     def _on_change(self) -> None:
         self._feeder.replicas_changed()

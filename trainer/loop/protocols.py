@@ -178,6 +178,9 @@ class Rollout(Replica, Protocol):
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when the replica's process dies."""
 
+    async def close(self) -> None:
+        """End the replica and its processes by a deadline. Requests in flight fail. Never raises."""
+
 
 class Syncer(Protocol):
     """Carries versions from the trainers to the rollouts."""
@@ -247,8 +250,8 @@ class EpisodePlayer(Protocol):
 
 Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
 """The reward of a completion of a task; raises `RewardError`."""
-StartReplacement = Callable[[str, str], Awaitable[Rollout]]
-"""Cleans up after the dead replica named first, and starts and connects its successor under the second name."""
+StartReplica = Callable[[str], Awaitable[Rollout]]
+"""Starts and connects a replica of this name. Leaves nothing behind if it fails or is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +273,17 @@ class LoopParts:
     export: Callable[[int], Coroutine[Any, Any, None]]
     """Writes the current parameters, which are those of the given step, as a model for others to load."""
     quorum: float = 1.0
-    """Share of the replicas that must be left for the run to continue."""
-    start_replacement: StartReplacement | None = None
-    """Starts the successor of a dead replica; None if dead replicas are not replaced."""
+    """Share of the replicas that must be left for the run to continue: see `Fleet`."""
+    start_replica: StartReplica | None = None
+    """Starts a further replica, or the successor of a dead one; None if the replicas are those that the run begins with."""
     max_replacements: int = 0
     """Most successors that are started."""
+    follows_room: bool = False
+    """Whether the number of replicas follows the room for them, instead of being restored by successors."""
+    min_replicas: int = 1
+    """With `follows_room`: fewer end the run."""
+    drain_s: float = 60.0
+    """Seconds in which a replica that is to leave may finish the groups that it generates."""
     shared: SharedTrainers | None = None
     """`trainers`, if they share devices with `rollouts`, which sleep when the loop begins; None if they do not."""
     max_model_len: int = 0

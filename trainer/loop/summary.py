@@ -88,7 +88,7 @@ class RunSummary:
     max_token_gap_s: float = 0.0
     """Longest wait for a next token that spans a commit."""
     generated_tokens: int = 0
-    """Tokens that the replicas which live at the end have generated."""
+    """Tokens that the replicas have generated, without those that died."""
     recomputed_tokens: int = 0
     """Tokens that their requests in flight prefilled again because commits dropped their caches; 0 if caches are kept."""
     wall_s: float = 0.0
@@ -97,7 +97,11 @@ class RunSummary:
     replicas_lost: int = 0
     """Rollout replicas that died."""
     replicas_replaced: int = 0
-    """Number of those replicas whose successor serves."""
+    """Number of those replicas in whose place another one serves."""
+    replicas_added: int = 0
+    """Further replicas that served, because the run was scaled."""
+    replicas_left: int = 0
+    """Replicas that left, because the run was scaled."""
     drawn_tokens: float = 0.0
     """Mean length, in tokens, of all completions whose turn for training has come, and of those that are left out."""
     trained_tokens: float = 0.0
@@ -185,6 +189,8 @@ class RunSummary:
             "wall_s": self.wall_s,
             "replicas_lost": self.replicas_lost,
             "replicas_replaced": self.replicas_replaced,
+            "replicas_added": self.replicas_added,
+            "replicas_left": self.replicas_left,
             "samples": self.samples(),
             "sync": {
                 **{name: quantiles._asdict() for name, quantiles in self.sync_quantiles().items()},

@@ -157,9 +157,24 @@ class VersionKeeper:
                     await asyncio.wait([self._task])
 
     def join(self, name: str, newcomer: Rollout) -> None:
-        """Let `newcomer` replace the replica `name` from the next sync on, which is due now."""
+        """Let `newcomer` take part from the next sync on, which is due now, in the place of `name` unless that is empty."""
         self._joining.append((name, newcomer))
         self.catch_up()
+
+    async def leave(self, name: str) -> None:
+        """Remove the replica `name` from the coordinator, once no sync is running."""
+        async with self._turn:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        replaced = [dead for dead, newcomer in self._joining if newcomer.name == name]
+        if not replaced:
+            self._syncer.remove(name)
+            return
+        # No sync has added it, or removed the one that it was to replace.
+        self._joining = [each for each in self._joining if each[1].name != name]
+        if replaced[0]:
+            self._remove(replaced[0])
 
     def catch_up(self) -> None:
         """Send the serving version to replicas that do not have it, unless a newer one is due."""
@@ -282,7 +297,8 @@ class VersionKeeper:
     async def _sync(self, version: int) -> SyncReport:
         joining, self._joining = self._joining, []
         for name, newcomer in joining:
-            self._syncer.remove(name)
+            if name:
+                self._syncer.remove(name)
             self._syncer.add(newcomer)
         return await self._syncer.sync(version)
 

@@ -97,8 +97,13 @@ class MetricsFile:
 
     @hookimpl
     def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """Write a line per successor that serves."""
+        """Write a line per replica that serves since some time of the run."""
         self._write("replica_joined", facts, replica=replica)
+
+    @hookimpl
+    def replica_left(self, replica: str, facts: Mapping[str, Any]) -> None:
+        """Write a line per replica that has left."""
+        self._write("replica_left", facts, replica=replica)
 
     @hookimpl
     def turn_ended(self, turn: str, facts: Mapping[str, Any]) -> None:

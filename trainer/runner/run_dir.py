@@ -9,6 +9,7 @@
 - ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` during the run.
   ``adapter/``: PEFT's files instead, from ``weightlane sft`` with ``trainer.lora``
 - ``state/run.lock``: locked by the program that uses the directory
+- ``state/fleet.json``: the replicas while the run trains, and ``state/scale.json``: the last request of ``weightlane scale``
 - ``summary.json``, ``curves.png``, and ``logs/`` after a failure
 """
 
@@ -170,6 +171,17 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot write {path}: {error.strerror or error}.", part=_PART, hint="Free space, or choose another run.dir."
     )
+
+
+def is_in_use(directory: Path) -> bool:
+    """Whether a program of this machine owns the run's directory. Locks of other machines need not be seen here."""
+    try:
+        with (directory / _LOCK).open(encoding="utf-8") as file, _locked(file, directory, "run"):
+            return False
+    except ConfigError:
+        return True
+    except OSError:
+        return False
 
 
 def refuse_taken(directory: Path, lock: str, what: str) -> None:

@@ -10,7 +10,14 @@ from typing import Any, NoReturn, cast
 
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAbortedError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import (
+    ClosedError,
+    PeerLostError,
+    QuarantinedError,
+    SyncAbortedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.data.batch import MiniBatch, TokenBatch
@@ -18,16 +25,15 @@ from weightlane.trainer.data.sequences import IGNORED, TokenSequence
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
+from weightlane.trainer.loop.fleet import Fleet
 from weightlane.trainer.loop.loop import AsyncLoop
 from weightlane.trainer.loop.prompt_group import PromptGroup
 from weightlane.trainer.loop.protocols import (
-    EpisodePlayer,
     Judge,
     LoopParts,
     LoopState,
     Played,
     Rollout,
-    StartReplacement,
     Syncer,
     Trajectory,
     Turn,
@@ -106,6 +112,8 @@ class World:
     together: set[frozenset[str]] = field(default_factory=set)
     """All that `here` has been."""
     turns: list[str] = field(default_factory=list)
+    fleet: Fleet = field(init=False, repr=False, compare=False)
+    """The fleet of the run."""
 
     def __post_init__(self) -> None:
         self.add(LiveRollout(self, "rollout-0"))
@@ -214,6 +222,10 @@ class World:
         self.told.append({"joined": replica, **facts})
 
     @hookimpl
+    def replica_left(self, replica: str, facts: Mapping[str, Any]) -> None:
+        self.told.append({"left": replica, **facts})
+
+    @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
         self.staleness.append(facts["staleness_max"])
         self.steps.append(facts)
@@ -246,6 +258,7 @@ class LiveRollout:
         self.asleep: set[str] = set()
         self.flying = 0
         self.gone = asyncio.Event()
+        self.closed = False
 
     @property
     def death(self) -> WorkerDiedError:
@@ -262,8 +275,7 @@ class LiveRollout:
         assert self.world.states_[self.name] is not ReplicaState.JOINING, "it has no version of this run yet"
         await asyncio.sleep(0.001)
         self.flying -= 1
-        if self.gone.is_set():
-            raise self.death
+        self.raise_if_ended()
         if self.quarantined:
             raise QuarantinedError("not now.", part=self.name)
         each = {"logprobs": [-1.0] * max_new_tokens, "versions": [version] * max_new_tokens}
@@ -288,6 +300,16 @@ class LiveRollout:
     async def memory_use(self) -> Sequence[tuple[int, int]]:
         return [(3, 4)]
 
+    def raise_if_ended(self) -> None:
+        if self.closed:
+            raise ClosedError("the replica is not running.", part=self.name)
+        if self.gone.is_set():
+            raise self.death
+
+    async def close(self) -> None:
+        self.closed = True
+        self.gone.set()
+
     async def stats(self) -> Any:
         return SimpleNamespace(max_token_gap_s=0.0, tokens=0, recomputed_tokens=0)
 
@@ -296,25 +318,21 @@ class LiveRollout:
         raise self.death
 
 
-def run(
+def loop_of(
     world: World,
     judge: Callable[[str, Mapping[str, Any]], float],
     *,
     resume: LoopState | None = None,
-    quorum: float = 0.5,
-    start_replacement: StartReplacement | None = None,
-    max_replacements: int = 3,
-    max_model_len: int = 0,
     colocate: bool = False,
-    player: EpisodePlayer | None = None,
     tasks: Sequence[Task] = TASKS,
     heldout: Mapping[str, Sequence[Task]] = HELDOUT,
     algorithm: AlgorithmConfig = ALGORITHM,
     concurrency: int = 2 * ALGORITHM.group_size,
-    event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     curriculum: bool = False,
     **config: Any,
-) -> RunSummary:
+) -> AsyncLoop:
+    """A loop with the parts of `world`. `config` are fields of `LoopConfig` and further ones of `LoopParts`."""
+    of_parts = {name: config.pop(name) for name in list(config) if name in LoopParts.__dataclass_fields__}
     loop = AsyncLoop(
         LoopParts(
             trainers=world,
@@ -328,12 +346,8 @@ def run(
             hooks=make_hooks([world]),
             save=world.save_loop,
             export=world.export,
-            quorum=quorum,
             shared=world if colocate else None,
-            start_replacement=start_replacement,
-            max_replacements=max_replacements,
-            max_model_len=max_model_len,
-            player=player,
+            **{"quorum": 0.5, "max_replacements": 3, **of_parts},
         ),
         LoopConfig(**{"steps": 6, **config}),
         algorithm,
@@ -342,6 +356,18 @@ def run(
         resume=resume,
         curriculum=curriculum,
     )
+    world.fleet = loop.fleet
+    return loop
+
+
+def run(
+    world: World,
+    judge: Callable[[str, Mapping[str, Any]], float],
+    *,
+    event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **settings: Any,
+) -> RunSummary:
+    loop = loop_of(world, judge, **settings)
     with asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(asyncio.wait_for(loop.run(), HANG_S) if event_loop is None else loop.run())
 

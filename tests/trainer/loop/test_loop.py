@@ -20,7 +20,7 @@ from waiting import NEVER_S
 from weightlane.ckpt_engines import ConfigError, PeerLostError, SyncAbortedError, WeightlaneError, WorkerDiedError
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.data.tasks import Task
-from weightlane.trainer.loop.protocols import LoopState, Rollout, StartReplacement
+from weightlane.trainer.loop.protocols import LoopState, Rollout, StartReplica
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -147,14 +147,14 @@ def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_
 # -- replicas that die --------------------------------------------------------------------------------------------------------
 
 
-def successors(world: World, *, failing: str = "") -> StartReplacement:
-    async def start_replacement(dead: str, name: str) -> Rollout:
+def successors(world: World, *, failing: str = "") -> StartReplica:
+    async def start_replica(name: str) -> Rollout:
         await asyncio.sleep(0.01)
         if name == failing:
             raise ConfigError("no room.", part=name)
         return cast("Rollout", LiveRollout(world, name))
 
-    return start_replacement
+    return start_replica
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -163,7 +163,7 @@ def test_a_replica_that_dies_is_replaced_and_no_task_is_lost_or_used_twice(max_s
     first, second = world.replicas["rollout-0"], LiveRollout(world, "rollout-1")
     world.add(second)
     world.at_step[2] = first.gone.set
-    settings = {"start_replacement": successors(world), "max_staleness": max_staleness, "event_loop": SimulatedTimeLoop}
+    settings = {"start_replica": successors(world), "max_staleness": max_staleness, "event_loop": SimulatedTimeLoop}
     summary = run(world, first_is_better, steps=36, **settings)
     assert Counter(world.trained) == Counter({task.prompt: 6 for task in TASKS})
     assert max(world.staleness) <= max_staleness
@@ -187,7 +187,7 @@ def test_when_too_few_replicas_are_left_the_run_ends_with_the_last_death(
     for number in range(replicas - left):
         world.at_step[2 + 2 * number] = world.replicas[f"rollout-{number}"].gone.set
     with pytest.raises(WorkerDiedError, match=rf"rollout-{replicas - left - 1} \(process 9\) died"):
-        run(world, first_is_better, quorum=quorum, max_replacements=0, start_replacement=successors(world), steps=1000)
+        run(world, first_is_better, quorum=quorum, max_replacements=0, start_replica=successors(world), steps=1000)
     assert len(world.told) == replicas - left
     assert world.told[-1]["successor"] == ""
 
@@ -201,8 +201,8 @@ def test_successors_can_die_or_fail_to_start_and_are_counted() -> None:
         world.replicas[newest].gone.set()
 
     world.at_step = dict.fromkeys((2, 24), kill_the_newest)
-    start_replacement = successors(world, failing="rollout-0.2")
-    settings = {"start_replacement": start_replacement, "max_replacements": 2, "event_loop": SimulatedTimeLoop}
+    start_replica = successors(world, failing="rollout-0.2")
+    settings = {"start_replica": start_replica, "max_replacements": 2, "event_loop": SimulatedTimeLoop}
     summary = run(world, first_is_better, steps=48, **settings)
     assert Counter(world.trained) == Counter({task.prompt: 8 for task in TASKS})
     told = [facts.get("joined", facts.get("lost")) for facts in world.told]

@@ -75,8 +75,15 @@ class GroupGenerator:
 
         With `trained`, they are for training: they count as drawn, and a replica that is out of service is refused.
         """
-        if self._parts.player is not None:
-            return await self._played(self._parts.player, rollout, task, count, greedy=greedy, trained=trained)
+        with self._fleet.using(rollout):
+            if self._parts.player is not None:
+                return await self._played(self._parts.player, rollout, task, count, greedy=greedy, trained=trained)
+            return await self._answered(rollout, task, count, greedy=greedy, trained=trained)
+
+    async def _answered(
+        self, rollout: Rollout, task: Task, count: int, *, greedy: bool, trained: bool
+    ) -> PromptGroup | None:
+        """Generate at most `count` completions of one task with one request; None as `generate`."""
         try:
             prompt_ids = self._encoded(task)
         except ConfigError as error:

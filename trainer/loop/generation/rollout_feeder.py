@@ -229,18 +229,20 @@ class RolloutFeeder:
             async with self._changed:
                 await self._changed.wait_for(
                     lambda: (
-                        not fleet.lives(rollout)
+                        not fleet.stays(rollout)
                         or ((self._again or self._budget.room > 0) and fleet.serves(rollout) and room.is_open)
                     )
                 )
-                if not fleet.lives(rollout):
+                if not fleet.stays(rollout):
                     return
                 place = self._next_place()
             count = self._size(place.task)
             async with room.taken(count):
                 self.replicas_changed()  # the room may be open to another group again
-                with self._clock.busy(GENERATION):
-                    group = await self._generator.generate(rollout, place.task, count)
+                group = None
+                if fleet.stays(rollout):  # it may have begun to leave meanwhile
+                    with self._clock.busy(GENERATION):
+                        group = await self._generator.generate(rollout, place.task, count)
             async with self._changed:
                 if group is not None:
                     self._stream.judged(place.task, [*group.rewards, *(each.reward for each in group.dropped)])

@@ -1,0 +1,1 @@
+"""How many replicas a run has: requests of ``weightlane scale``, the run's answers, and the room for them in Ray."""
