@@ -57,7 +57,7 @@ def scale_run(run: Path, replicas: int, timeout_s: float, say: Callable[[str], N
                 say(f"{len(record.serving)} replicas serve, and the run changes that to {replicas}")
                 return
             if _is_done(record, replicas):
-                say(f"{replicas} replicas serve: {', '.join(record.serving)}")
+                say(f"{replicas} replicas serve: {', '.join(sorted(record.serving))}")
                 return
         elif record.request != before.request:
             raise ConfigError("another command has asked the run for another number meanwhile.", part=_PART)

@@ -117,7 +117,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             export=export,
             quorum=config.sync.quorum,
             shared=runner if config.trainer.colocate else None,
-            start_replica=_starter(config, model, state.step if state else 0, rendezvous, stack),
+            start_replica=_starter(config, model, state.step if state else 0, rendezvous, stack, cluster.keep_logs),
             max_replacements=config.rollout.max_replacements if config.rollout.replace_dead else 0,
             follows_room=config.rollout.autoscale,
             min_replicas=config.rollout.min_replicas,
@@ -182,9 +182,17 @@ def _player(ready: Preparation, judge: RewardPool, longest: int, stack: AsyncExi
 
 
 def _starter(
-    config: RunConfig, model: ModelInfo, version: int, rendezvous: Rendezvous, stack: AsyncExitStack
+    config: RunConfig,
+    model: ModelInfo,
+    version: int,
+    rendezvous: Rendezvous,
+    stack: AsyncExitStack,
+    keep_logs: Callable[[], None],
 ) -> StartReplica:
-    """Return a function that starts a further replica, which begins with `version`, and which `stack` closes."""
+    """Return a function that starts a further replica, which begins with `version`, and which `stack` closes.
+
+    `keep_logs` is called when one cannot start.
+    """
     engine = config.checkpoint_engine
 
     async def start_replica(name: str) -> RolloutReplica:
@@ -193,7 +201,9 @@ def _starter(
         try:
             await replica.start()
             await replica.connect(rendezvous.address.to_plain(), engine.backend, engine.options)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                keep_logs()
             await replica.close()
             raise
         return replica

@@ -6,10 +6,10 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.trainer.loop.fleet import Fleet
 
 from .scale_files import RECORD, REQUEST, FleetRecord, ScaleRequest, read_file, replace_file
@@ -36,7 +36,7 @@ class FleetControl:
     @asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """Follow requests inside the block. Older ones are dropped."""
-        await asyncio.to_thread(self._request.unlink, missing_ok=True)
+        await asyncio.to_thread(_remove, self._request)
         await self._write()
         task = asyncio.create_task(self._follow(), name="fleet-control")
         try:
@@ -44,7 +44,7 @@ class FleetControl:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await asyncio.to_thread(self._record.unlink, missing_ok=True)
+            await asyncio.to_thread(_remove, self._record)
 
     async def _follow(self) -> None:
         while True:
@@ -59,8 +59,8 @@ class FleetControl:
         try:
             await asyncio.to_thread(self._check, request.replicas)
             self._fleet.scale(request.replicas)
-        except WeightlaneError as error:
-            refused = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the command is to learn it
+            refused = str(as_weightlane_error(error, "fleet"))
         self._key, self._refused = request.key, refused
         said = f": refused, {self._refused}" if self._refused else ""
         self._say(f"asked for {request.replicas} rollout replica(s) by weightlane scale{said}")
@@ -87,3 +87,8 @@ class FleetControl:
             self._broken = True
         else:
             self._written, self._broken = record, False
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

@@ -167,7 +167,8 @@ class RayCluster:
         here = Machines.here()
         return Machines(int(ray.cluster_resources().get("GPU", 0)), here.gpu_bytes)
 
-    def room(self) -> ClusterRoom:
+    @staticmethod
+    def room() -> ClusterRoom:
         """Return the machines of the cluster, and what is free. May block while Ray notices the death of one."""
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 

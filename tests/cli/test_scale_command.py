@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -193,3 +195,18 @@ def test_a_fleet_that_follows_the_machines_grows_with_them_and_pauses_after_a_st
     fleet.replicas, fleet.starting = 1, 0
     follower.scale(room((1, 8), (1, 8), free=(2, 16)), now=9999.0)
     assert fleet.starting == 0, "no machine is large enough"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_fleet_follows_the_machines_of_a_real_cluster(children: Any) -> None:
+    program = str(Path(__file__).with_name("run") / "followed_machines.py")
+    code, printed, errors = children.run([program], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert code == 0, errors
+    told = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))  # Ray prints, too
+    first, second, third = told["found"]
+    assert (first["serving"], second["wanted"]) == (["rollout-0", "rollout-1"], 4)
+    assert (third["wanted"], third["serving"], third["missing"]) == (2, ["rollout-0", "rollout-1"], [])
+    assert told["counted"] == ["rollout-0", "rollout-1"], "the dead do not count"
+    assert told["said"] == []

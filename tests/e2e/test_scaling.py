@@ -15,7 +15,7 @@ from tiny_run import GROUP_SIZE, PROMPTS_PER_STEP, TRAIN_TASKS, Material
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
-EPOCHS = 3
+EPOCHS = 8
 STEPS = EPOCHS * TRAIN_TASKS // PROMPTS_PER_STEP
 
 

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -70,6 +70,8 @@ class RunDir:
         except OSError as error:
             raise _storage_error(self.path, error) from error
         with alone_in(self.path, _LOCK, "run"):
+            with suppress(OSError):  # of a run that was killed
+                (self._state / "fleet.json").unlink()
             yield
 
     def _names(self) -> set[str]:

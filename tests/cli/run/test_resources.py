@@ -15,6 +15,7 @@ from transformers import MambaConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeCon
 from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.commands.prediction import Gpu, ModelCost, gpus_named, predicted
 from weightlane.cli.config.run_config import RunConfig, load_config
+from weightlane.cli.fleet.room import check_replicas
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted, fitted_trainer, reserved_cpus
 from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
@@ -256,3 +257,26 @@ def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")
     small = ["--set", "rollout.staging_limit_bytes=100", "--set", "checkpoint_engine.backend=gloo"]
     assert_refused("to stage a version, and rollout.staging_limit_bytes allows 0.0 MiB", "check", str(path), *small)
+
+
+def test_a_run_is_scaled_as_far_as_its_limits_and_its_machines_allow() -> None:
+    rollout = {"sizes": [2, 1], "gpus_per_rank": 1, "max_replicas": 5}
+    config = configured(trainer={"ranks": 2, "gpus_per_rank": 1}, rollout=rollout)
+    assert (config.rollout.replicas, config.rollout.ranks) == (2, 3)
+    assert reserved_cpus(config) == 2 + 3 + 3, "of those that may be added, too"
+    sizes = [config.rollout.of_replica(f"rollout-{name}").tensor_parallel for name in ("0", "0.1", "1", "7")]
+    assert sizes == [2, 2, 1, 1], "a successor has the size of the dead one"
+    check_replicas(config, 5, Machines(8, H100), cpus=8)
+    for wanted, gpus, cpus, said in (
+        (5, 7, 8, "need 8 GPUs, but there are 7"),
+        (5, 8, 7, "reserve 8 CPUs, but Ray has 7"),
+        (6, 99, 99, "rollout.max_replicas is 5"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            check_replicas(config, wanted, Machines(gpus, H100), cpus)
+    following = configured(rollout={"autoscale": True})
+    with pytest.raises(ConfigError, match="follows the machines"):
+        check_replicas(following, 2, Machines(8, H100), 99)
+    for wrong in ({"sizes": [2, 1], "replicas": 3}, {"autoscale": True, "replicas": 1, "min_replicas": 2}):
+        with pytest.raises(ValueError, match="replicas is"):
+            configured(rollout=wrong)
