@@ -95,7 +95,7 @@ def test_the_example_learns(tmp_path: Path, temporary: Path, capsys: pytest.Capt
     steps = steps_of(events)
     with capsys.disabled():
         sys.stdout.write(f"\nheld-out reward {accuracies}\n")
-    assert accuracies[-1] > accuracies[0] + 0.1
+    assert accuracies[-1] > accuracies[0] + 0.05
     assert steps[0]["approx_kl"] < 1e-6, "other tokens were trained than the engine wrote"
     assert all(step["environment/answered"] == 1.0 for step in steps)
 
