@@ -27,6 +27,11 @@ sys.path.insert(0, str(HERE))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let verifiers, and what it imports, warn as they like: this repository's own tests turn warnings into errors."""
+    config.addinivalue_line("filterwarnings", "default")
+
+
 @pytest.fixture(scope="session")
 def hangman(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the example's preparation makes. NLTK, which is not imported yet, reads its words."""
