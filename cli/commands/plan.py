@@ -48,12 +48,14 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     check_trainer(config.trainer, model.path, here=False)
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     each = config.rollout.each
-    of_size: dict[int, Sequence[Any]] = {one.tensor_parallel: (None,) * one.tensor_parallel for one in each}
+    sizes = {one.tensor_parallel: one for one in each}
+    of_size: dict[int, Sequence[Any]] = {size: (None,) * size for size in sizes}
     why_whole, computes = "", str(config.rollout.dtype)
     if not facts.persistent or (computes == config.sync.wire_dtype == "auto"):
         # May load vLLM, so it comes after all checks that don't need it.
-        engine = rollout_engine_class(config.rollout)
-        planned = {one.tensor_parallel: engine.planned_needs(one, model.path) for one in each}
+        planned = {
+            size: rollout_engine_class(config.rollout).planned_needs(one, model.path) for size, one in sizes.items()
+        }
         needs = next(iter(planned.values()))
         computes = needs.dtype or computes
         if computes == config.sync.wire_dtype == "auto":
