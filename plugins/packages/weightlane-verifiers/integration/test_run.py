@@ -31,7 +31,7 @@ def test_hangmans_held_out_reward_rises(hangman: Path, tmp_path: Path, start_run
     assert all(step["environment/game_reward"] == pytest.approx(step["reward"]) for step in steps)
     assert not (run_dir / "failures.jsonl").exists()
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.06
 
 
 def test_the_trained_tokens_are_those_that_vllm_read_and_wrote_one_by_one(hangman: Path, tmp_path: Path) -> None:
