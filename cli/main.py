@@ -285,7 +285,9 @@ def scale(
     run: Annotated[Path, typer.Argument(help="Directory of a run that trains.", show_default=False)],
     *,
     replicas: Annotated[int, typer.Option(metavar="N", help="Rollout replicas to have.", min=1, show_default=False)],
-    timeout_s: Annotated[float, typer.Option("--timeout", metavar="S", help="Most seconds to wait for them.")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="Most seconds to wait for them.", min=0)
+    ] = 600.0,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Return as soon as the run has begun to change.")] = False,
 ) -> None:
     """Add rollout replicas to a run that trains, or let some leave, and wait until it has as many as asked for."""

@@ -180,6 +180,11 @@ class RolloutConfig(BaseModel):
         return [self.model_copy(update={"tensor_parallel": size, "sizes": ()}) for size in sizes]
 
     @property
+    def by_size(self) -> dict[int, Self]:
+        """The options of a replica by its number of ranks, for each number that a run begins with."""
+        return {one.tensor_parallel: one for one in self.each}
+
+    @property
     def ranks(self) -> int:
         """The number of rollout ranks that a run begins with."""
         return sum(self.sizes) or self.replicas * self.tensor_parallel

@@ -124,7 +124,8 @@ def _refuse_small_staging(config: ClusterConfig, model: ModelInfo, limit: int) -
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     if facts.views or config.sync.quantise != "none" or config.rollout.commit == "in_place":
         return  # a version needs no staging memory, or an amount that is unknown here, or `fitted` has checked a bucket's size
-    needs = rollout_engine_class(config.rollout).planned_needs(config.rollout, model.path)
+    smallest = min(config.rollout.by_size.items())[1]  # whose ranks need the most
+    needs = rollout_engine_class(config.rollout).planned_needs(smallest, model.path)
     width = dtype_of(wire_dtype(config, needs.dtype)).itemsize if needs.dtype else 1
     for placement in filter(None, needs.ranks):
         elements = ((spec, box.numel) for spec, box in placement.slices)

@@ -47,8 +47,7 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     model = check_model_dir(find_model(config.model.path))
     check_trainer(config.trainer, model.path, here=False)
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
-    each = config.rollout.each
-    sizes = {one.tensor_parallel: one for one in each}
+    sizes = config.rollout.by_size
     of_size: dict[int, Sequence[Any]] = {size: (None,) * size for size in sizes}
     why_whole, computes = "", str(config.rollout.dtype)
     if not facts.persistent or (computes == config.sync.wire_dtype == "auto"):
@@ -72,7 +71,7 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
         {publisher_name(rank): placement for rank, placement in enumerate(placements)},
         {
             f"rollout-{replica}/{rank}": need
-            for replica, one in enumerate(each)
+            for replica, one in enumerate(config.rollout.each)
             for rank, need in enumerate(of_size[one.tensor_parallel])
         },
         facts,

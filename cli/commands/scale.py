@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, PeerLostError, StorageError, WorkerDiedError
-from weightlane.trainer.runner.run_dir import is_in_use
+from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, PeerLostError, WorkerDiedError
+from weightlane.trainer.runner.run_dir import is_in_use, write_whole
 
-from ..fleet.scale_files import RECORD, REQUEST, FleetRecord, ScaleRequest, read_file, replace_file
+from ..fleet.scale_files import RECORD, REQUEST, FleetRecord, ScaleRequest, read_file
 
 _PART = "scale"
 _POLL_S = 0.25
@@ -43,10 +43,7 @@ def scale_run(run: Path, replicas: int, timeout_s: float, say: Callable[[str], N
     watched = _WatchedRun(run)
     before = watched.record
     request = ScaleRequest(key=secrets.token_hex(8), replicas=replicas)
-    try:
-        replace_file(run / REQUEST, request, request.key)
-    except OSError as error:
-        raise StorageError(f"cannot write {run / REQUEST}: {error.strerror or error}.", part=_PART) from error
+    write_whole(run / REQUEST, request.model_dump_json())
     shown = _stages(before)
     while True:
         record = watched.read()
@@ -60,7 +57,9 @@ def scale_run(run: Path, replicas: int, timeout_s: float, say: Callable[[str], N
                 say(f"{replicas} replicas serve: {', '.join(sorted(record.serving))}")
                 return
         elif record.request != before.request:
-            raise ConfigError("another command has asked the run for another number meanwhile.", part=_PART)
+            raise ConfigError(
+                "another command has asked the run for another number meanwhile.", part=_PART, hint="Ask again."
+            )
         if deadline.expired:
             waited_for = f"{replicas} replicas to serve, of which {len(record.serving)} do"
             raise deadline.error(
@@ -97,6 +96,7 @@ class _WatchedRun:
             raise ConfigError(
                 f"the run in {path} does not train: it still starts, or is about to end, or has no rollouts.",
                 part=_PART,
+                hint="Ask again once it prints steps.",
             )
         if record is None:
             raise ConfigError(f"no run trains in {path}: it has ended.", part=_PART, hint="Begin with --resume.")

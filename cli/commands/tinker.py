@@ -127,7 +127,8 @@ def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     adapter = config.rollout.adapter
     layers = () if adapter is None else tuple(adapted_layers(model.path, adapter))
     rollout_engine_class(config.rollout)  # refuses what the engine cannot do
-    refuse_arguments(config.rollout, model.path)
+    for rollout in config.rollout.by_size.values():
+        refuse_arguments(rollout, model.path)
     check_trainer(config.trainer, model.path, here=here)
     refuse_loopback(config.ray, config.sync.host)
     refuse_unfitting(config, model)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from weightlane.rollout.replicas.ray_actor import RolloutReplica
 from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
@@ -25,7 +26,7 @@ from weightlane.trainer.runner.runner import Runner
 from ..config.run_config import VERSIONS_DIR, RunConfig
 from ..config.validation import explain
 from ..fleet.fleet_control import FleetControl
-from ..fleet.room import RoomFollower, check_replicas
+from ..fleet.room import RoomFollower, ask_ray, check_replicas
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.open_observers import RunObservers
@@ -155,13 +156,17 @@ async def _changing_fleet(
 ) -> AsyncIterator[None]:
     """Let ``weightlane scale`` change the number of replicas inside the block, or with ``rollout.autoscale`` the machines."""
 
-    def check(replicas: int) -> None:
-        check_replicas(config, replicas, cluster.machines(), cluster.cpus)
+    async def check(replicas: int) -> None:
+        machines, cpus = await ask_ray(threads, lambda: (cluster.machines(), cluster.cpus))
+        check_replicas(config, replicas, machines, cpus)
 
     async with AsyncExitStack() as stack:
+        threads = DaemonThreads(1, "weightlane-ray")
+        stack.callback(threads.shutdown)
         await stack.enter_async_context(FleetControl(path, fleet, check, say).following())
         if config.rollout.autoscale:
-            await stack.enter_async_context(RoomFollower(fleet, config.rollout, cluster.room).following(say))
+            follower = RoomFollower(fleet, config.rollout, lambda: ask_ray(threads, cluster.room))
+            await stack.enter_async_context(follower.following(say))
         yield
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from weightlane.ckpt_engines import as_weightlane_error
+from weightlane.ckpt_engines import StorageError, as_weightlane_error
 from weightlane.trainer.loop.fleet import Fleet
+from weightlane.trainer.runner.run_dir import write_whole
 
-from .scale_files import RECORD, REQUEST, FleetRecord, ScaleRequest, read_file, replace_file
+from .scale_files import RECORD, REQUEST, FleetRecord, ScaleRequest, read_file
 
 _POLL_S = 0.5
 _BEATS_S = 10.0
@@ -25,7 +26,9 @@ class FleetControl:
     `check` raises the error of a number of replicas that the run cannot have. `say` prints a line for the user.
     """
 
-    def __init__(self, path: Path, fleet: Fleet, check: Callable[[int], None], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path, fleet: Fleet, check: Callable[[int], Awaitable[None]], say: Callable[[str], None]
+    ) -> None:
         self._request, self._record = path / REQUEST, path / RECORD
         self._fleet, self._check, self._say = fleet, check, say
         self._key, self._refused = "", ""
@@ -57,7 +60,7 @@ class FleetControl:
     async def _obey(self, request: ScaleRequest) -> None:
         refused = ""
         try:
-            await asyncio.to_thread(self._check, request.replicas)
+            await self._check(request.replicas)
             self._fleet.scale(request.replicas)
         except Exception as error:  # noqa: BLE001 - whatever it is, the command is to learn it
             refused = str(as_weightlane_error(error, "fleet"))
@@ -78,12 +81,10 @@ class FleetControl:
         if record == self._written:
             return
         try:
-            await asyncio.to_thread(replace_file, self._record, record, "run")
-        except OSError as error:
+            await asyncio.to_thread(write_whole, self._record, record.model_dump_json())
+        except StorageError as error:
             if not self._broken:
-                self._say(
-                    f"cannot write {self._record}, so weightlane scale gets no answers: {error.strerror or error}"
-                )
+                self._say(f"weightlane scale gets no answers: {error}")
             self._broken = True
         else:
             self._written, self._broken = record, False

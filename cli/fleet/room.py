@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from weightlane.rollout.config import RolloutConfig
 from weightlane.trainer.loop.fleet import Fleet, FleetState
 
@@ -21,6 +23,22 @@ _ANSWER_S = 30.0
 _PAUSE_S = 60.0
 """Seconds between a replica that could not start and the next one on the same machines; doubled each time."""
 _LONGEST_PAUSE_S = 1800.0
+_Answer = TypeVar("_Answer")
+
+
+async def ask_ray(threads: DaemonThreads, question: Callable[[], _Answer]) -> _Answer:
+    """Return what `question` returns, which may block: it is asked in one of `threads`, which no end of a run waits for.
+
+    Raises `DeadlineExceededError` if Ray does not answer.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(threads.submit(question)), _ANSWER_S)
+    except TimeoutError:
+        raise DeadlineExceededError(
+            f"the Ray cluster did not say within {_ANSWER_S:.0f} s what it has.",
+            part="fleet",
+            hint="See whether its head node lives: ray status.",
+        ) from None
 
 
 def check_replicas(config: ClusterConfig, wanted: int, machines: Machines, cpus: float) -> None:
@@ -54,9 +72,9 @@ def check_replicas(config: ClusterConfig, wanted: int, machines: Machines, cpus:
 
 
 class RoomFollower:
-    """Scales a fleet to the room for its replicas, with ``rollout.autoscale``. `look` tells the room; it may block."""
+    """Scales a fleet to the room for its replicas, with ``rollout.autoscale``. `look` tells the room."""
 
-    def __init__(self, fleet: Fleet, rollout: RolloutConfig, look: Callable[[], ClusterRoom]) -> None:
+    def __init__(self, fleet: Fleet, rollout: RolloutConfig, look: Callable[[], Awaitable[ClusterRoom]]) -> None:
         self._fleet, self._rollout, self._look = fleet, rollout, look
         self._known: frozenset[str] = frozenset()
         self._failures, self._noted, self._not_before = 0, False, 0.0
@@ -79,15 +97,9 @@ class RoomFollower:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Follow the room until cancelled. Raises `DeadlineExceededError` if the cluster does not answer."""
+        """Follow the room until cancelled, or until `look` raises."""
         while True:
-            try:
-                room = await asyncio.wait_for(asyncio.to_thread(self._look), _ANSWER_S)
-            except TimeoutError:
-                raise DeadlineExceededError(
-                    f"the Ray cluster did not say within {_ANSWER_S:.0f} s which machines it has.", part="fleet"
-                ) from None
-            self.scale(room, asyncio.get_running_loop().time())
+            self.scale(await self._look(), asyncio.get_running_loop().time())
             await asyncio.sleep(_POLL_S)
 
     def scale(self, room: ClusterRoom, now: float) -> None:

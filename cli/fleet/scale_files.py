@@ -63,14 +63,3 @@ def read_file(model: type[_Model], path: Path) -> _Model | None:
             return model.model_validate_json(file.read(_MOST_BYTES))
     except (OSError, ValidationError):
         return None
-
-
-def replace_file(path: Path, data: BaseModel, writer: str) -> None:
-    """Replace a file as a whole. `writer` is part of the name of a temporary file beside it. Raises `OSError`."""
-    partial = path.with_name(f".{path.name}.{writer}.partial")
-    try:
-        partial.write_text(data.model_dump_json() + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise

@@ -77,7 +77,8 @@ def prepare(
     if config.rollout.adapter is not None:
         adapted_layers(model.path, config.rollout.adapter)
     rollout_engine_class(config.rollout)  # refuses what the engine cannot do
-    refuse_arguments(config.rollout, model.path)
+    for rollout in config.rollout.by_size.values():
+        refuse_arguments(rollout, model.path)
     models = role_models(config, model)
     check_models(models, config.trainer, config.critic, config.reference, here=here)
     refuse_loopback(config.ray, config.sync.host)

@@ -63,7 +63,7 @@ async def start_processes(
     """
     started = time.perf_counter()
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)
-    sizes = ", ".join(f"TP{size}" for size in dict.fromkeys(each.tensor_parallel for each in config.rollout.each))
+    sizes = ", ".join(f"TP{size}" for size in config.rollout.by_size)
     say(
         f"starting {described_ranks(config.rank_groups)} ({config.trainer.engine}) and {config.rollout.replicas} rollout"
         f" replica(s) x {sizes} ({config.rollout.engine}), weights by"

@@ -88,7 +88,7 @@ class Sizes:
         configured = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
         dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
-        share = staged = -(-version // min(each.tensor_parallel for each in config.rollout.each))
+        share = staged = -(-version // min(config.rollout.by_size))
         trained = _TRAINED_BYTES + _MOMENT_BYTES.get(config.trainer.optimizer, 8)
         policy = trained if config.trainer.lora is None else _ADAPTED_BYTES
         if config.rollout.adapter is not None:

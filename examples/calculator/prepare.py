@@ -16,6 +16,7 @@ import random
 import runpy
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -108,35 +109,41 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, pairs: 
                 return
 
 
-def prepare(out: Path, seed: int) -> None:
-    """Make everything under a temporary name, then put it in place."""
-    if (out / "model").is_dir():
-        print(f"{out} is there already.")
-        return
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    set_seed(seed)
+def make(folder: Path, seed: int) -> None:
+    """Make everything in `folder`."""
     tokenizer = make_tokenizer()
     model = ARITHMETIC["make_model"](tokenizer, LONGEST)
     drawn = random.Random(seed)
     pairs = [(drawn.randrange(100, 1000), drawn.randrange(100, 1000)) for _ in range(TRAIN + HELDOUT)]
     pairs = list(dict.fromkeys(pairs))
     warm_up(model, tokenizer, pairs[HELDOUT:])
-    making = out.with_name(f"{out.name}.part")
-    shutil.rmtree(making, ignore_errors=True)
-    model.save_pretrained(making / "model")
-    tokenizer.save_pretrained(making / "model")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     for name, part in (("heldout", pairs[:HELDOUT]), ("train", pairs[HELDOUT:])):
         lines = [json.dumps({"prompt": question(left, right), "answer": str(left * right)}) for left, right in part]
-        (making / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def main(about: str, make: Callable[[Path, int], None]) -> None:
+    """Read the command line, and have `make` make everything under a temporary name, then put it in place, unless it is there."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    out: Path = options.out
+    if (out / "model").is_dir():
+        print(f"{out} is there already.")
+        return
+    torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    set_seed(options.seed)
+    making = out.with_name(f"{out.name}.part")
+    shutil.rmtree(making, ignore_errors=True)
+    make(making, options.seed)
     shutil.rmtree(out, ignore_errors=True)
     making.rename(out)
     print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    prepare(options.out, options.seed)
+    main(__doc__ or "", make)

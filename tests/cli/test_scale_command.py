@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,19 +25,21 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from weightlane.cli.commands import scale
 from weightlane.cli.commands.scale import scale_run
+from weightlane.cli.fleet import room as rooms
 from weightlane.cli.fleet.fleet_control import FleetControl
 from weightlane.cli.fleet.room import RoomFollower
-from weightlane.cli.fleet.scale_files import REQUEST, ScaleRequest, replace_file
+from weightlane.cli.fleet.scale_files import REQUEST
 from weightlane.cli.run.ray_cluster import ClusterRoom
 from weightlane.rollout.config import RolloutConfig
 from weightlane.trainer.loop.fleet import Fleet, FleetState
 from weightlane.trainer.loop.protocols import Rollout
-from weightlane.trainer.runner.run_dir import RunDir
+from weightlane.trainer.runner.run_dir import RunDir, write_whole
 
 
-def refuse_nine(wanted: int) -> None:
+async def refuse_nine(wanted: int) -> None:
     if wanted == 9:
         raise ConfigError("9 replicas need 9 GPUs, but there are 8.", part="resources")
 
@@ -136,15 +139,15 @@ def test_a_run_that_does_not_do_it_is_told_apart(
     monkeypatch.setattr(scale, "_SILENT_S", silent_s)
     on_another_machine = answer is not None and "host" in answer
 
-    def answering(path: Path, request: ScaleRequest, writer: str) -> None:
-        replace_file(path, request, writer)
+    def answering(path: Path, text: str) -> None:
+        write_whole(path, text)
         if answer is None:
             (tmp_path / "state/fleet.json").unlink()
         else:
-            key = request.key if answer.get("mine") else ""
+            key = json.loads(text)["key"] if answer.get("mine") else ""
             write_record(tmp_path, **{"request": key, **answer})
 
-    monkeypatch.setattr(scale, "replace_file", answering)
+    monkeypatch.setattr(scale, "write_whole", answering)
     with RunDir(tmp_path, resume=False).owned() if not on_another_machine else nullcontext():
         (tmp_path / "state").mkdir(exist_ok=True)
         write_record(tmp_path, host="there" if on_another_machine else "here")
@@ -178,7 +181,7 @@ def room(*machines: tuple[float, float], free: tuple[float, float]) -> ClusterRo
 
 def test_a_fleet_that_follows_the_machines_grows_with_them_and_pauses_after_a_start_that_failed() -> None:
     fleet = CountingFleet()
-    follower = RoomFollower(cast("Fleet", fleet), ONE, lambda: room(free=(0, 0)))
+    follower = RoomFollower(cast("Fleet", fleet), ONE, cast("Any", None))
     follower.scale(room((8, 2), free=(5, 1)), now=0.0)
     assert fleet.starting == 1, "GPUs for one more"
     follower.scale(room((8, 2), free=(5, 1)), now=5.0)
@@ -195,6 +198,15 @@ def test_a_fleet_that_follows_the_machines_grows_with_them_and_pauses_after_a_st
     fleet.replicas, fleet.starting = 1, 0
     follower.scale(room((1, 8), (1, 8), free=(2, 16)), now=9999.0)
     assert fleet.starting == 0, "no machine is large enough"
+
+
+def test_a_ray_that_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "_ANSWER_S", 0.05)
+    answers, threads = threading.Event(), DaemonThreads(1, "ray")
+    with pytest.raises(DeadlineExceededError, match="the Ray cluster did not say within 0 s"):
+        asyncio.run(asyncio.wait_for(rooms.ask_ray(threads, answers.wait), HANG_S))
+    answers.set()
+    threads.shutdown()
 
 
 @pytest.mark.ray

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installed import install
-from run_process import FinishedRun, RunProcess, StartRun
+from run_process import FinishedRun, RunProcess, StartRun, starting
 from scraping import scrape
 from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material, make_material
 
@@ -74,13 +74,4 @@ def finished_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def start_run(tmp_path: Path) -> Iterator[StartRun]:
-    """Starts ``weightlane <arguments>``; whatever is left of it is killed after the test."""
-    started: list[RunProcess] = []
-
-    def start(arguments: Sequence[str]) -> RunProcess:
-        started.append(RunProcess(arguments, tmp_path / f"run-{len(started)}"))
-        return started[-1]
-
-    yield start
-    for run in started:
-        run.reap()
+    yield from starting(tmp_path)

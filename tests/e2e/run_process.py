@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,21 @@ class RunProcess:
 
 
 StartRun = Callable[[Sequence[str]], RunProcess]
+
+
+def starting(folder: Path) -> Iterator[StartRun]:
+    """A fixture that starts ``weightlane <arguments>``; whatever is left of it is killed after the test."""
+    started: list[RunProcess] = []
+
+    def start(arguments: Sequence[str]) -> RunProcess:
+        started.append(RunProcess(arguments, folder / f"run-{len(started)}"))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.reap()
+
+
 """The fixture `start_run`."""
 
 

@@ -28,7 +28,7 @@ def test_a_run_is_scaled_up_and_down_and_survives_a_death_between(
         tmp_path / "config",
         run_dir,
         loop={"steps": STEPS, "samples_per_step": PROMPTS_PER_STEP * GROUP_SIZE},
-        rollout={"replicas": 1, "max_replicas": 3},
+        rollout={"sizes": [2], "max_replicas": 3},  # those that are added have one rank
         reward={"function": "paced_reward_of_test:paced"},
     )
     (config.parent / "paced_reward_of_test.py").write_text(PACED_REWARD)

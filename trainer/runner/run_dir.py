@@ -152,21 +152,25 @@ class RunDir:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file so that it appears completely or not at all."""
-        path = self.path / name
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise _storage_error(path, error) from error
+        write_whole(self.path / name, text)
 
     def write_json(self, name: str, data: Any) -> None:
         """Write a JSON file so that it appears completely or not at all."""
         self.write_text(name, json.dumps(data, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of a run so that it appears completely or not at all. Raises `StorageError`."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _storage_error(path, error) from error
 
 
 def _storage_error(path: Path, error: OSError) -> StorageError:

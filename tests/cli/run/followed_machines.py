@@ -11,8 +11,9 @@ from loop_world import LiveRollout, World, first_is_better, loop_of
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayActorError
 
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from weightlane.cli.fleet import room
-from weightlane.cli.run.ray_cluster import RayCluster
+from weightlane.cli.run.ray_cluster import ClusterRoom, RayCluster
 from weightlane.rollout.config import RolloutConfig
 from weightlane.trainer.loop.protocols import Rollout
 
@@ -70,7 +71,12 @@ async def main(cluster: Any) -> None:
             await asyncio.sleep(0.05)
         found.append(world.fleet.state().to_plain())
 
-    async with room.RoomFollower(world.fleet, rollouts, RayCluster.room).following(said.append):
+    threads = DaemonThreads(1, "ray")
+
+    async def look() -> ClusterRoom:
+        return await room.ask_ray(threads, RayCluster.room)
+
+    async with room.RoomFollower(world.fleet, rollouts, look).following(said.append):
         cluster.add_node(num_cpus=1)  # in this thread, since Ray sets handlers of signals
         await until(2)
         large = cluster.add_node(num_cpus=4)

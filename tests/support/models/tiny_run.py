@@ -91,7 +91,7 @@ class Material:
         }
         for name, keys in sections.items():
             tables.setdefault(name, {}).update(keys)
-        if tables["rollout"].get("tensor_parallel", 1) == 1 and "engine" not in tables["rollout"]:
+        if tables["rollout"].get("tensor_parallel", 1) == 1 and not {"engine", "sizes"} & tables["rollout"].keys():
             tables.setdefault("rollout.extra_engine_args", {}).setdefault("distributed_executor_backend", IN_ENGINE)
         return toml_of(tables)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -37,6 +38,29 @@ class LibraryOptions(Options):
         default=("PATH", "HOME", "LANG", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH"),
         description="Environment variables that the processes get. They may evaluate replies: leave out secrets.",
     )
+
+
+class LibraryProcesses:
+    """`options.processes` of `LibraryProcess`, which take turns. The arguments are those of one."""
+
+    def __init__(self, module: str, *, library: str, name: str, options: LibraryOptions) -> None:
+        self._all = [
+            LibraryProcess(module, library=library, name=name, options=options) for _ in range(options.processes)
+        ]
+        self._turns = itertools.cycle(self._all)
+
+    def call_once(self, function: str, /, **arguments: Any) -> Any:
+        """See `LibraryProcess.call_once`."""
+        return self._all[0].call_once(function, **arguments)
+
+    def following(self) -> LibraryProcess:
+        """Return the process whose turn it is."""
+        return next(self._turns)
+
+    async def close(self) -> None:
+        """Kill the processes, and refuse further calls."""
+        for process in self._all:
+            await process.close()
 
 
 class LibraryProcess:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import Field
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.loop.environments import Environment, EnvironmentContext, EpisodeView, Verdict
 
-from .library_process import LibraryOptions, LibraryProcess
+from .library_process import LibraryOptions, LibraryProcesses
 
 
 class ReasoningGymOptions(LibraryOptions):
@@ -35,12 +34,8 @@ class ReasoningGym(Environment):
 
     def __init__(self, options: ReasoningGymOptions, context: EnvironmentContext) -> None:
         super().__init__(options, context)
-        self._processes = [
-            LibraryProcess("problems", library="reasoning-gym", name="reasoning-gym", options=options)
-            for _ in range(options.processes)
-        ]
-        self._serial = itertools.count()
-        self._processes[0].call_once("version")
+        self._processes = LibraryProcesses("problems", library="reasoning-gym", name="reasoning-gym", options=options)
+        self._processes.call_once("version")
 
     async def play(self, task: Mapping[str, Any], episode: EpisodeView) -> Verdict:
         """See `Environment.play`."""
@@ -51,11 +46,9 @@ class ReasoningGym(Environment):
                 hint="Write task files by python -m weightlane_environments.tasks reasoning-gym DATASET.",
             )
         reply = await episode.reply()
-        process = self._processes[next(self._serial) % len(self._processes)]
         arguments = {"answer": task["answer"], "reply": reply.text, "tag": self.options.answer_tag}
-        return Verdict(*await process.call("score", spec=spec, **arguments))
+        return Verdict(*await self._processes.following().call("score", spec=spec, **arguments))
 
     async def close(self) -> None:
         """See `Environment.close`."""
-        for process in self._processes:
-            await process.close()
+        await self._processes.close()

@@ -12,7 +12,7 @@ from pydantic import Field
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.trainer.loop.environments import Environment, EnvironmentContext, EpisodeView, Verdict
 
-from .library_process import LibraryOptions, LibraryProcess
+from .library_process import LibraryOptions, LibraryProcesses
 from .turns import TurnOptions
 
 
@@ -39,15 +39,12 @@ class TextArena(Environment):
 
     def __init__(self, options: TextArenaOptions, context: EnvironmentContext) -> None:
         super().__init__(options, context)
-        self._processes = [
-            LibraryProcess("games", library="TextArena", name="textarena", options=options)
-            for _ in range(options.processes)
-        ]
+        self._processes = LibraryProcesses("games", library="TextArena", name="textarena", options=options)
         self._serial = itertools.count()
         if options.game is None:
-            self._processes[0].call_once("games")
+            self._processes.call_once("games")
         else:
-            self._processes[0].call_once("start", key="", game=options.game, options=options.game_options, seed=0)
+            self._processes.call_once("start", key="", game=options.game, options=options.game_options, seed=0)
 
     async def play(self, task: Mapping[str, Any], episode: EpisodeView) -> Verdict:
         """See `Environment.play`."""
@@ -58,8 +55,7 @@ class TextArena(Environment):
                 part="environment textarena",
                 hint="Write task files by python -m weightlane_environments.tasks textarena GAME.",
             )
-        number = next(self._serial)
-        process, key = self._processes[number % len(self._processes)], str(number)
+        process, key = self._processes.following(), str(next(self._serial))
         try:
             said = await process.call("start", key=key, game=game, options=self.options.game_options, seed=seed)
             reply = await episode.reply(self.options.opening(task, said))
@@ -79,5 +75,4 @@ class TextArena(Environment):
 
     async def close(self) -> None:
         """See `Environment.close`."""
-        for process in self._processes:
-            await process.close()
+        await self._processes.close()

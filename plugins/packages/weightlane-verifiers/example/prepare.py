@@ -4,13 +4,12 @@
 
 Writes ``OUT/nltk`` (the words, where NLTK finds them), ``OUT/train.jsonl`` and ``OUT/heldout.jsonl`` (by ``python -m
 weightlane_verifiers tasks``), and ``OUT/model`` (a Hugging Face directory). The model is trained with plain torch on games whose
-player guesses any letter that was not guessed before, so that it knows the rules, and not that the words have nine letters only.
-``OUT/nltk`` is read-only: ``chmod u+w`` it before you remove it.
+player guesses any letter that was not guessed before, so that it knows the rules, and not that all words are spelled with the
+same nine letters. ``OUT/nltk`` is read-only: ``chmod u+w`` it before you remove it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,8 +21,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, set_seed
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 LONGEST = 320
 """Tokens of the longest game."""
@@ -97,38 +95,24 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: 
             print(f"  step {step}: loss {loss.item():.3f}", flush=True)
 
 
-def prepare(out: Path, seed: int) -> None:
-    """Make everything under a temporary name, then put it in place."""
-    if (out / "model").is_dir():
-        print(f"{out} is there already.")
-        return
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
-    set_seed(seed)
-    making = out.with_name(f"{out.name}.part")
-    if making.exists():
-        (making / "nltk").chmod(0o755)
-        shutil.rmtree(making)
-    write_words(making / "nltk")
-    os.environ["NLTK_DATA"] = str(making / "nltk")
+def make(folder: Path, _seed: int) -> None:
+    """Make everything in `folder`."""
+    if folder.exists():  # `main` could not remove what is read-only
+        (folder / "nltk").chmod(0o755)
+        shutil.rmtree(folder)
+    write_words(folder / "nltk")
+    os.environ["NLTK_DATA"] = str(folder / "nltk")
     from weightlane_verifiers.__main__ import main as verifiers  # noqa: PLC0415 - NLTK looks at NLTK_DATA when it is imported
 
     numbers = ["--train", str(TRAIN), "--heldout", str(HELDOUT)]
-    verifiers(["tasks", str(Path(__file__).with_name("environment.toml")), "--out", str(making), *numbers])
-    tasks = [json.loads(line)["task"] for line in (making / "train.jsonl").read_text().splitlines()]
+    verifiers(["tasks", str(Path(__file__).with_name("environment.toml")), "--out", str(folder), *numbers])
+    tasks = [json.loads(line)["task"] for line in (folder / "train.jsonl").read_text().splitlines()]
     tokenizer = make_tokenizer(tasks)
     model = CALCULATOR["ARITHMETIC"]["make_model"](tokenizer, LONGEST)
     warm_up(model, tokenizer, tasks)
-    model.save_pretrained(making / "model")
-    tokenizer.save_pretrained(making / "model")
-    shutil.rmtree(out, ignore_errors=True)
-    making.rename(out)
-    print(f"wrote {out}")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    prepare(options.out, options.seed)
+    CALCULATOR["main"](__doc__, make)

@@ -17,7 +17,7 @@ os.environ |= {
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "tests/support"))
 import helper_paths  # noqa: F401
-from run_process import RunProcess, StartRun
+from run_process import StartRun, starting
 from waiting import HANG_S
 
 HERE = Path(__file__).resolve().parent
@@ -44,13 +44,4 @@ def hangman(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_run(tmp_path: Path) -> Iterator[StartRun]:
-    """Starts ``weightlane <arguments>``; whatever is left of it is killed after the test."""
-    started: list[RunProcess] = []
-
-    def start(arguments: list[str]) -> RunProcess:
-        started.append(RunProcess(arguments, tmp_path / f"run-{len(started)}"))
-        return started[-1]
-
-    yield start
-    for run in started:
-        run.reap()
+    yield from starting(tmp_path)
