@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_world import ids, played_at_once, task_of
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, EpisodeError
-from weightlane.ckpt_engines.runtime.process_tree import children_by_parent
 
 OPTIONS = {"function": "weightlane_verifiers:play", "reward": "agent"}
 
@@ -100,28 +95,6 @@ def test_an_episode_whose_tool_server_dies_fails_and_does_not_hang(tmp_path: Pat
     assert type(one.error) is EpisodeError
     assert "verifiers counts the episode as failed" in str(one.error)
     assert len(rollout.said) == 1
-
-
-def test_the_servers_of_a_run_that_is_killed_end_with_it(tmp_path: Path) -> None:
-    line = tasks_of("adding", tmp_path / "adding", 9, 1)[0]
-    program = "import asyncio, json; from weightlane_verifiers import playing\nasync def main():\n"
-    program += (
-        f" await playing._stage(json.loads({line!r}))\n print('serves', flush=True)\n await asyncio.sleep({HANG_S})\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", f"{program}asyncio.run(main())"], stdout=subprocess.PIPE) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == b"serves\n"
-        servers = [Path("/proc", str(pid)) for pid in children_by_parent()[run.pid] if "adding" in command_of(pid)]
-        run.kill()
-    assert len(servers) == 1
-    ends = time.monotonic() + HANG_S
-    while any(server.exists() for server in servers):
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-
-
-def command_of(pid: int) -> str:
-    return Path("/proc", str(pid), "cmdline").read_text()
 
 
 def test_an_environment_that_is_not_there_or_does_not_start_is_an_error_that_says_what_to_do(

@@ -13,7 +13,6 @@ import verifiers.v1 as vf
 from weightlane.ckpt_engines import EpisodeError
 
 from .configuration import PART, configuration
-from .reaper import start_reaper
 from .relay import Relay
 
 
@@ -90,7 +89,6 @@ async def _stage(task: Mapping[str, Any]) -> _Stage:
         )
     loop, name = asyncio.get_running_loop(), json.dumps(task["environment"], sort_keys=True)
     if (loop, name) not in _stages:
-        start_reaper()
         config, ready = configuration(task["environment"]), loop.create_future()
         _stages[loop, name] = ready, loop.create_task(_serve(config, ready), name="environment of verifiers")
     ready, _ = _stages[loop, name]
