@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import TypeVar
+
+from weightlane.plugins.entry_points import entry_points_of
 
 from .errors import ConfigError
 
@@ -13,7 +15,7 @@ _Class = TypeVar("_Class")
 
 def registered_names(group: str) -> list[str]:
     """List every name that is registered in an entry-point group, sorted. Imports nothing."""
-    return sorted({entry_point.name for entry_point in entry_points(group=group)})
+    return sorted({entry_point.name for entry_point in entry_points_of(group)})
 
 
 def registered_class(group: str, name: str, base: type[_Class], *, what: str, extra: str) -> type[_Class]:
@@ -30,7 +32,7 @@ def registered_class(group: str, name: str, base: type[_Class], *, what: str, ex
     class.
     """
     part = f"{what} registry"
-    found = list(entry_points(group=group, name=name))
+    found = entry_points_of(group, name)
     if not found:
         known = registered_names(group)
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -6,10 +6,12 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from pydantic import ValidationError
+
+from weightlane.plugins.entry_points import entry_points_of
 
 from .contract.capabilities import Capabilities
 from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig
@@ -59,7 +61,7 @@ class CheckpointEngineRegistry:
 
     def __init__(self) -> None:
         self._found: dict[str, list[EntryPoint]] = {}
-        for entry_point in entry_points(group=GROUP):
+        for entry_point in entry_points_of(GROUP):
             self._found.setdefault(entry_point.name, []).append(entry_point)
 
     def names(self) -> list[str]:

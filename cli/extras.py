@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, metadata, packages_distributions, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions, requires, version
 from types import TracebackType
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.plugins.entry_points import entry_points_of
 
 COMMANDS = {
     "train": ("ray", "vllm"),
@@ -99,7 +100,7 @@ def engine_kind(name: str) -> str:
 
     The first of these, if there are several or none. Imports none of them.
     """
-    return next((kind for kind, group in ENGINE_GROUPS.items() if entry_points(group=group, name=name)), "checkpoint")
+    return next((kind for kind, group in ENGINE_GROUPS.items() if entry_points_of(group, name)), "checkpoint")
 
 
 def how_to_install(module: str) -> str:

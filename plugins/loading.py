@@ -6,8 +6,9 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
+from .entry_points import entry_points_of
 from .hooks import RunHooks
 from .profiler import PROFILE_ENV, profiler_from_environment
 from .prometheus import PROMETHEUS_ENV, prometheus_from_environment
@@ -101,9 +102,7 @@ def _from_environment() -> RunHooks:
 
 
 def _installed() -> list[EntryPoint]:
-    return sorted(
-        entry_points(group=ENTRY_POINT_GROUP), key=lambda entry_point: (entry_point.name, _owner(entry_point))
-    )
+    return sorted(entry_points_of(ENTRY_POINT_GROUP), key=lambda entry_point: (entry_point.name, _owner(entry_point)))
 
 
 def _owner(entry_point: EntryPoint) -> str:

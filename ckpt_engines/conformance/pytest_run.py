@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from weightlane.plugins.entry_points import entry_points_of
 
 from ..errors import ConfigError, EngineContractError, EngineImportError, WeightlaneError
 
@@ -74,7 +75,7 @@ def registered_suite(group: str, engine: str, base: type, default: type) -> type
 
     Raises `RegistryError` when the registered suite cannot be imported, or is not a subclass of `base`.
     """
-    for entry_point in entry_points(group=group, name=engine):
+    for entry_point in entry_points_of(group, engine):
         try:
             suite = entry_point.load()
         except Exception as cause:

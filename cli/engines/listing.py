@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from rich.table import Column, Table
@@ -14,6 +13,7 @@ from rich.text import Text
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError, registry
 from weightlane.ckpt_engines.registered_class import registered_names
 from weightlane.ckpt_engines.runtime.threads import within
+from weightlane.plugins.entry_points import entry_points_of
 
 from ..extras import how_to_install, library_of
 
@@ -48,7 +48,7 @@ def listings() -> dict[str, list[Listing]]:
 def _registered(group: str, load: Callable[[str], _Class]) -> Iterator[tuple[Listing, _Class | None]]:
     """Yield each engine of a group, and what `load` returns for its name: None if it raises or hangs."""
     for name in registered_names(group):
-        owners = {f"{each.dist.name} {each.dist.version}" for each in entry_points(group=group, name=name) if each.dist}
+        owners = {f"{each.dist.name} {each.dist.version}" for each in entry_points_of(group, name) if each.dist}
         unavailable, loaded = None, None
         try:
             loaded = within(registry.LISTING_LIMIT_S, partial(load, name))

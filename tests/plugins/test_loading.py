@@ -43,8 +43,9 @@ def test_classes_and_modules_are_found_by_entry_point_and_one_that_cannot_be_had
     install(tmp_path, "wl_failing_plugin", "class Fails:\n    def __init__(self): 1 / 0", "f = wl_failing_plugin:Fails")
     install(tmp_path, "wl_absent_plugin", "", "absent = wl_absent_plugin:Missing")
     install(tmp_path, "wl_class_plugin", CLASS, "watcher = wl_class_plugin:Observer")
-    install(tmp_path, "wl_module_plugin", MODULE, "other = wl_module_plugin")
     monkeypatch.syspath_prepend(tmp_path)
+    make_hooks()
+    install(tmp_path, "wl_module_plugin", MODULE, "other = wl_module_plugin")  # while this process runs
     hooks = make_hooks()
     hooks.version_committed(version=4, facts={})
     absent = "module 'wl_absent_plugin' has no attribute 'Missing'"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,6 @@ from direct_hop import Hop, MakeHop
 from hop_run import MakeRun, Participant, Run
 
 from weightlane.sync import Rendezvous
-
-_read_once = functools.cache(entry_points)
-
-
-@pytest.fixture(autouse=True)
-def _known_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read the environment's entry points once for all tests: each look of a publisher or a subscriber takes 40 ms."""
-    monkeypatch.setattr("weightlane.ckpt_engines.registry.entry_points", _read_once)
-    monkeypatch.setattr("weightlane.plugins.loading.entry_points", _read_once)
 
 
 @pytest.fixture
