@@ -64,8 +64,9 @@ def finished_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -
         except OSError as refused:
             again = refused
         assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
-        # Whoever goes on with the run does so without observers.
+        # Whoever goes on with the run does so without observers, and need not wait for another vLLM.
         del sections["observers"]
+        sections["rollout"] = {"engine": "transformers"}
         material.write_config(config, run_dir, **sections)
         yield FinishedRun(path, run_dir, ended.out, samples, again)
     finally:

@@ -168,7 +168,7 @@ def promised_packages() -> dict[str, list[str]]:
 
 
 PROMISED = promised_packages()
-RARELY = {"hf", "megatron", "ray"}
+RARELY = {"hf", "megatron", "ray", "vllm"}
 """Extras that `make test` leaves out."""
 
 

@@ -127,7 +127,7 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
     ("trainer", "own"),
     [
         case({}, 0, id="on the policy's ranks"),
-        case({}, 1, id="on its own"),
+        exhaustive({}, 1, id="on its own"),
         exhaustive(megatron({"pipeline_parallel": 2}, ranks=2), 2, id="megatron, on its own"),
     ],
 )

@@ -32,6 +32,7 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", DEFECTS)
 def test_a_broken_training_engine_is_caught_by_the_check_made_for_it(pool: Pool, engine: str) -> None:
     check, complaint, ranks = DEFECTS[engine]

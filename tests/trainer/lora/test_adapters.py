@@ -148,6 +148,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
         assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 2e-6)
 
 
+@pytest.mark.exhaustive
 def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_nothing_else_changes(
     teams: Teams, oracle: Ranks, tmp_path: Path
 ) -> None:

@@ -208,6 +208,7 @@ def work(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[.
     return work
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_ends_its_workers_is_set_aside_as_one_that_failed_and_later_ones_are_executed(
     work: Callable[..., Any], models: dict[str, Path], s3_url: str, s3_options: dict[str, str], tmp_path: Path
 ) -> None:

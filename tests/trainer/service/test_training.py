@@ -133,7 +133,10 @@ def test_the_example_a_run_and_a_worker_take_the_same_steps_bit_for_bit(
         assert both[1].norm() < 1e-4 * both[0].norm()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("separate", marks=pytest.mark.exhaustive), "service", "all_weights"])
+@pytest.mark.parametrize(
+    "kind",
+    ["service", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("separate", "all_weights"))],
+)
 def test_clients_that_train_together_end_as_alone_also_when_the_service_is_killed(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
