@@ -120,6 +120,10 @@ class RolloutConfig(BaseModel):
         description="Whether replicas free weights and caches while the trainer uses their devices. A run fills it in from"
         " trainer.colocate.",
     )
+    routed_experts: bool = Field(
+        False,
+        description="Whether completions have the experts of each token. A run fills it in from algorithm.router_replay.",
+    )
     replace_dead: bool = Field(
         True,
         description=(

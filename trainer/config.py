@@ -222,6 +222,11 @@ class TrainerConfig(Section):
         description="Only run the model forward, as a reference is run: no gradients, and no optimizer state. With lora, whose"
         " publish must be adapter then, its adapter isn't trained either: others are, and published in its place.",
     )
+    router_replay: bool = Field(
+        default=False,
+        description="Route the tokens of a mixture of experts to the experts in the batch. A run fills it in from"
+        " algorithm.router_replay.",
+    )
     cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
     gpus_per_rank: float | None = Field(
         default=None,

@@ -129,6 +129,10 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
     Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
     """
     config = _with_sleep(_with_adapter(with_store_in_run_dir(read_config(path, overrides, RunConfig))))
+    if config.algorithm.router_replay:
+        rollout = config.rollout.model_copy(update={"routed_experts": True})
+        trainer = config.trainer.model_copy(update={"router_replay": True})
+        config = config.model_copy(update={"rollout": rollout, "trainer": trainer})
     _check_together(config, runs_here=runs_here)
     return config
 

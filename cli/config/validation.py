@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import ConfigError
 from .toml_file import apply_setting, read_toml
 
 _PART = "configuration"
-FILLED_IN = ("rollout.adapter", "rollout.sleeps", "trainer.frozen")
+FILLED_IN = ("rollout.adapter", "rollout.sleeps", "rollout.routed_experts", "trainer.frozen", "trainer.router_replay")
 """Fields of sections that a command fills in. They are not keys of a file."""
 _Model = TypeVar("_Model", bound=BaseModel)
 

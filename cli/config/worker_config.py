@@ -82,6 +82,8 @@ class WorkerConfig(Section):
 def load_worker_config(path: Path, overrides: Sequence[str] = ()) -> WorkerConfig:
     """Read a TOML file, apply ``a.b=c`` overrides, and validate them. Raises `ConfigError` as `load_sft_config`."""
     config = read_config(path, overrides, WorkerConfig)
+    trainer = config.trainer.model_copy(update={"router_replay": config.algorithm.router_replay})
+    config = config.model_copy(update={"trainer": trainer})
     refuse_colocation(config.trainer, "worker")
     check_observers(config.observers)
     _check_publishing(config)

@@ -76,7 +76,9 @@ def prepare(
     model = check_model_dir(find_model(config.model.path))
     if config.rollout.adapter is not None:
         adapted_layers(model.path, config.rollout.adapter)
-    rollout_engine_class(config.rollout)  # refuses what the engine cannot do
+    rollout_engine = rollout_engine_class(config.rollout)  # refuses what the engine cannot do
+    if config.rollout.routed_experts and here:
+        rollout_engine.check(config.rollout, model.path)  # some builds of vLLM return no experts
     for rollout in config.rollout.by_size.values():
         refuse_arguments(rollout, model.path)
     models = role_models(config, model)

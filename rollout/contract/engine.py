@@ -40,6 +40,8 @@ class RolloutCapabilities:
     """Whether it takes `RolloutConfig.extra_engine_args`."""
     sleeps: bool = False
     """Whether `RolloutEngine.sleep` frees its memory, and `RolloutEngine.wake` takes it back."""
+    routed_experts: bool = False
+    """Whether completions have `Completion.routed_experts` if `RolloutConfig.routed_experts` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

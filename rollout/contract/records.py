@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -30,6 +33,10 @@ class Completion:
     without those that could not be drawn. None if the request asked for none."""
     cached_tokens: int | None = None
     """Tokens of the prompt whose keys and values the engine found in its cache. None if it does not say."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[tokens of prompt and completion - 1, decoder layers, experts per token]: the experts to which each token was routed when
+    the model first read it, in the pass that led to the next token. The last token was not read. Layers without experts have
+    any values. None unless `RolloutConfig.routed_experts` is set."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,9 @@ def missing_capabilities(config: RolloutConfig, can: RolloutCapabilities) -> lis
         "versions that are adapters": config.adapter is not None and not can.adapters,
         f"kv_on_commit = {config.kv_on_commit!r}": config.kv_on_commit == "keep" and not can.keeps_caches,
         "trainer.colocate, for which replicas sleep": config.sleeps and not can.sleeps,
+        "algorithm.router_replay, for which vllm and transformers return the experts of each token": (
+            config.routed_experts and not can.routed_experts
+        ),
         "extra_engine_args": bool(config.extra_engine_args) and not can.extra_arguments,
     }
     return [name for name, refused in wants.items() if refused]

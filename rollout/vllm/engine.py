@@ -51,6 +51,7 @@ class VllmEngine(RolloutEngine):
         adapters=True,
         extra_arguments=True,
         sleeps=True,
+        routed_experts=True,
     )
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:

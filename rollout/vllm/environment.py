@@ -59,10 +59,16 @@ def replica_config(config: RolloutConfig, model_dir: Path) -> tuple[Any, Any]:
     """Arguments of one replica, vLLM's ``AsyncEngineArgs``, and the configuration that vLLM makes of them. Loads no weights.
 
     Raises:
-        ConfigError: vLLM refuses the model or an argument, or the replica could take no versions.
+        ConfigError: vLLM refuses the model or an argument, or the replica could take no versions or return no experts.
     """
     refuse_arguments(config, model_dir)
     on_cpu = prepare_environment(config)
+    if on_cpu and config.routed_experts:
+        raise ConfigError(
+            "vLLM returns the experts of tokens on GPUs only: its CPU build lacks Triton, which its Model Runner V2 needs.",
+            part=_PART,
+            hint='Set algorithm.router_replay to false, or rollout.engine to "transformers" for a small model.',
+        )
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
     from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
@@ -131,6 +137,8 @@ def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) ->
         "disable_log_stats": True,
         "seed": 0,
     }
+    if config.routed_experts:
+        arguments["enable_return_routed_experts"] = True
     if config.sleeps and not on_cpu:
         arguments["enable_sleep_mode"] = True
     if config.tensor_parallel > 1:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from weightlane.ckpt_engines import ClosedError, as_weightlane_error
 
 from ..contract.records import Completion
@@ -66,6 +68,10 @@ class Generated:
         if not len(self.token_ids) == len(self.logprobs) == len(versions):
             counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, {len(versions)} versions"
             raise as_weightlane_error(AssertionError(counts), part)
+        experts = self.last.routed_experts
+        if experts is not None and len(experts) != len(prompt_ids) + len(self.token_ids) - 1:
+            counts = f"{len(prompt_ids)} and {len(self.token_ids)} tokens, {len(experts)} rows of experts"
+            raise as_weightlane_error(AssertionError(counts), part)
         of_prompt: list[float | None] | None = None
         top_of_prompt: list[list[tuple[int, float]] | None] | None = None
         if sampling.prompt_logprobs is not None:
@@ -86,6 +92,7 @@ class Generated:
             top_prompt_logprobs=top_of_prompt,
             top_logprobs=[_top(ranked, count) for ranked in self.ranked] if (count := sampling.top_logprobs) else None,
             cached_tokens=self.cached_tokens,
+            routed_experts=None if experts is None else experts.astype(np.int16),
         )
 
 

@@ -133,7 +133,8 @@ def role_trainer(
     """The engine settings of a role: those of `trainer`, but for what makes it this role, and its number of ranks."""
     if role == POLICY:
         return trainer
-    whole = trainer.model_copy(update={"lora": None})  # only the policy has the adapter
+    # Only the policy has the adapter, and the experts that the rollout chose.
+    whole = trainer.model_copy(update={"lora": None, "router_replay": False})
     own = {"head": "value", "learning_rate": critic.learning_rate} if role == CRITIC else {"frozen": True}
     return whole.model_copy(update={**own, "ranks": _own_ranks(role, critic, reference) or trainer.ranks})
 

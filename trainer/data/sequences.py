@@ -21,6 +21,12 @@ IGNORED = -100
 TEMPERATURE = "temperature"
 """The per-sequence value by which logits are divided, if a sequence has it."""
 
+ROUTED_EXPERTS = "routed_experts"
+"""The per-token value with the experts that a mixture of experts routed a token to: int16 [T, decoder layers, experts per token].
+`NO_EXPERT` where the layer has no experts, or the model is to choose them itself. Other values belong to the prediction after a
+token; this one belongs to the reading of the token itself."""
+NO_EXPERT = -1
+
 _PART = "training batch"
 
 
@@ -202,7 +208,10 @@ class MicroBatch:
         nothing = TokenSequence(
             torch.zeros(1, dtype=torch.int64),
             torch.full_like(like.targets[:1], IGNORED),
-            {name: torch.zeros_like(tensor[:1]) for name, tensor in like.per_token.items()},
+            {
+                name: torch.full_like(tensor[:1], NO_EXPERT if name == ROUTED_EXPERTS else 0)
+                for name, tensor in like.per_token.items()
+            },
             dict.fromkeys(like.per_sequence, 1.0),
         )
         return cls.of([nothing] * sequences_per_unit, sequences_per_unit)
@@ -247,6 +256,27 @@ class MicroBatch:
         """float32 [N]: divisor of each position's logits; None if sequences have no `TEMPERATURE`."""
         given = self.per_sequence.get(TEMPERATURE)
         return None if given is None else given[self.sequence_of]
+
+    def placed_experts(self, places: torch.Tensor, count: int) -> torch.Tensor:
+        """Return `ROUTED_EXPERTS` in the order in which a model computes the tokens: int64 [count, layers, experts per token].
+
+        Args:
+            places: int64 [N]: where each token is among the `count` that the model computes; -1 for tokens that it doesn't.
+            count: Number of tokens that the model computes. For padding, it chooses experts itself.
+
+        Raises:
+            ProtocolError: The batch has no such value.
+        """
+        experts, here = self.per_token.get(ROUTED_EXPERTS), places >= 0
+        if experts is None:
+            raise ProtocolError(
+                f"router replay needs the per-token value {ROUTED_EXPERTS}, and the batch has none.",
+                part=_PART,
+                hint="Give every TokenSequence the experts that the rollout returned, or set router_replay to false.",
+            )
+        placed = torch.full((count, *experts.shape[1:]), NO_EXPERT, device=experts.device)
+        placed[places[here]] = experts[here].long()
+        return placed
 
     def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` [N] over the tokens of each sequence: [S]."""

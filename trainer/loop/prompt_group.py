@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 
 from ..data.batch import LossDenominators, MiniBatch, TokenBatch
-from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
+from ..data.sequences import IGNORED, ROUTED_EXPERTS, TEMPERATURE, TokenSequence
 from ..data.tasks import Task
 from ..objectives.config import AlgorithmConfig
 from ..objectives.named_advantages import Advantages, NamedAdvantages, ScoredGroup
@@ -142,12 +142,16 @@ def _sequences(
 def _sequence(
     turns: Trajectory, reward: float, advantage: float, algorithm: AlgorithmConfig, masked: int = 0
 ) -> TokenSequence:
-    return TokenSequence.of_turns(
+    sequence = TokenSequence.of_turns(
         [(turn.read_ids, turn.completion.token_ids) for turn in turns.turns],
         masked=masked,
         per_token={ROLLOUT_LOGPROBS: turns.logprobs, ADVANTAGES: advantage},
         per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
     )
+    if not algorithm.router_replay:
+        return sequence
+    experts = torch.from_numpy(turns.routed_experts)
+    return replace(sequence, per_token={**sequence.per_token, ROUTED_EXPERTS: experts})
 
 
 def version_runs(versions: Sequence[int]) -> list[list[int]]:

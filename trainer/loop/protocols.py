@@ -6,7 +6,10 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn, Protocol
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+import numpy as np
+import numpy.typing as npt
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.sync import Replica, ReplicaState, SyncReport
 
@@ -58,6 +61,13 @@ class Completion(Protocol):
     def cached_tokens(self) -> int | None:
         """Tokens of the prompt that the engine had computed before and read from its cache; None if it does not say."""
 
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """The experts of the tokens of prompt and completion but the last: [tokens - 1, decoder layers, experts per token].
+
+        None unless the rollouts were asked for them.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -107,6 +117,30 @@ class Trajectory:
     def whole(self) -> list[int]:
         """All tokens, read and generated, in the order of the turns."""
         return [token for turn in self.turns for part in (turn.read_ids, turn.completion.token_ids) for token in part]
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16]:
+        """The experts of all tokens of `whole` but the last, of a trajectory that is one sequence: see `Completion`.
+
+        A turn reads the tokens of earlier turns again, for its caches. Their experts are those of their first reading, by which
+        their log-probabilities were computed.
+
+        Raises `ProtocolError` if a completion came without experts, or with those of other tokens.
+        """
+        parts: list[npt.NDArray[np.int16]] = []
+        known = tokens = 0
+        for turn in self.turns:
+            experts = turn.completion.routed_experts
+            tokens += len(turn.read_ids) + len(turn.completion.token_ids)
+            if experts is None or len(experts) != tokens - 1:
+                raise ProtocolError(
+                    f"{tokens - 1} tokens were read, and {'no' if experts is None else len(experts)} rows of experts returned.",
+                    part="router replay",
+                    hint="Set algorithm.router_replay to false.",
+                )
+            parts.append(experts[known:])
+            known = tokens - 1
+        return np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)

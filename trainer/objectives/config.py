@@ -66,6 +66,12 @@ class AlgorithmConfig(Section):
     )
     mismatch_low: float = Field(default=0.5, ge=0, lt=1, description="Least ratio that is not left out.")
     mismatch_high: float = Field(default=5.0, gt=1, description="Largest ratio that is not left out.")
+    router_replay: bool = Field(
+        default=False,
+        description="In a mixture of experts, compute the policy with the experts that the rollout chose for each token, weighted"
+        " by the trainer's own router (Rollout Routing Replay, R3, arXiv 2510.11370). Needs a rollout.engine that returns them:"
+        " vllm, on GPUs, or transformers.",
+    )
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,

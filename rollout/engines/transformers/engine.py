@@ -36,6 +36,7 @@ from ...contract.stop_tokenizer import tokenizer_for_stop_strings
 from .decoding import Decoding
 from .loader import TransformersLoader
 from .model_files import read_config
+from .routed_experts import expert_modules
 
 _CLOSE_TIMEOUT_S = 10.0
 """Most seconds that the running step may take to end, and the rank to leave its publisher."""
@@ -54,7 +55,8 @@ class TransformersEngine(RolloutEngine):
     """Models of transformers, one rank. One thread computes a token of each request in turn, another one makes updates."""
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        summary="Hugging Face's own models in the replica's process: any model, no vLLM, for small ones and for tests."
+        summary="Hugging Face's own models in the replica's process: any model, no vLLM, for small ones and for tests.",
+        routed_experts=True,
     )
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
@@ -79,9 +81,14 @@ class TransformersEngine(RolloutEngine):
         self._tokenizer: Any = None
 
     @classmethod
-    def check(cls, config: RolloutConfig, model_dir: Path) -> str:  # noqa: ARG003 - its capabilities are checked already
-        """Refuse a model that transformers does not have."""
-        read_config(model_dir, "rollout")
+    def check(cls, config: RolloutConfig, model_dir: Path) -> str:
+        """Refuse a model that transformers does not have, or one without the experts that completions are to have."""
+        found = read_config(model_dir, "rollout")
+        if config.routed_experts:
+            from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an extra, and slow to import
+
+            with torch.device("meta"):
+                expert_modules(AutoModelForCausalLM.from_config(found), "rollout")
         return ""
 
     @classmethod
@@ -136,7 +143,8 @@ class TransformersEngine(RolloutEngine):
         if request.sampling.stop_strings and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._requests[request.key] = _Request(Decoding(request, self._tokenizer), done, arrived)
+        decoding = Decoding(request, self._tokenizer, returns_experts=self.config.routed_experts)
+        self._requests[request.key] = _Request(decoding, done, arrived)
         self._woken.set()
         try:
             return await done
@@ -185,6 +193,8 @@ class TransformersEngine(RolloutEngine):
             if isinstance(cause, WeightlaneError):
                 raise
             raise ConfigError(f"transformers refuses {self.model_dir}: {cause}.", part=self.name) from cause
+        if self.config.routed_experts:
+            expert_modules(loader.model, self.name)
         text = loader.config.get_text_config()
         self.dtype = str(loader.model.dtype).removeprefix("torch.")
         self.max_model_len = min(

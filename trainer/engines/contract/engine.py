@@ -74,6 +74,8 @@ class TrainingEngine(ABC):
     """Whether ``trainer.lora`` works, and the engine is an `AdapterEngine`."""
     optimizers: ClassVar[Collection[str]] = ("adamw",)
     """Values of ``trainer.optimizer`` that work."""
+    replays_routing: ClassVar[bool] = False
+    """Whether ``trainer.router_replay`` works: passes route tokens to the experts in their batch's `ROUTED_EXPERTS`."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         """Store the arguments. Nothing is loaded or connected yet.
@@ -84,7 +86,8 @@ class TrainingEngine(ABC):
             world: number of trainer ranks.
             rendezvous: host and port where rank 0 serves the ranks' store; not used when torch.distributed is initialised.
 
-        Raises `ConfigError` for ``trainer.lora`` in an engine that has no adapters, and for an optimizer that it lacks.
+        Raises `ConfigError` for ``trainer.lora`` in an engine that has no adapters, for an optimizer that it lacks, and for
+        ``trainer.router_replay`` in an engine without it.
         """
         if config.lora is not None and not self.has_adapters:
             raise self.without_adapters("trainer.lora")
@@ -93,6 +96,12 @@ class TrainingEngine(ABC):
                 f"trainer.optimizer is {config.optimizer}, and the engine {config.engine!r} has {', '.join(self.optimizers)}.",
                 part="trainer",
                 hint="Choose another optimizer, or trainer.engine=fsdp2.",
+            )
+        if config.router_replay and not self.replays_routing:
+            raise ConfigError(
+                f"algorithm.router_replay is true, and the engine {config.engine!r} chooses experts itself.",
+                part="trainer",
+                hint="Set trainer.engine to fsdp2 or megatron, or algorithm.router_replay to false.",
             )
         self.config = config
         self.rank = rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ from .lora import Fsdp2Adapted
 from .mesh import RankMesh
 from .optimizers import check_optimizer, is_matrix, moment_names
 from .partwise_optimizer import PartwiseOptimizer
+from .router_replay import RouterReplay
 from .shards import checkpoint_tensors, local_shards
 from .state import resume, save
 
@@ -67,6 +69,7 @@ class Fsdp2Engine(ProgramEngine):
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._model: torch.nn.Module | None = None
+        self._replay: RouterReplay | None = None
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
@@ -102,6 +105,8 @@ class Fsdp2Engine(ProgramEngine):
             read_values(model)
         else:
             self._vocabulary = replace_head(model)
+        if self.config.router_replay:
+            self._replay = RouterReplay(model, decoder_layers(model))
         model.requires_grad_(self.config.trains_weights)
         if sliced and self.config.lora is not None:
             hold_as_stored(model, model_dir)
@@ -147,7 +152,9 @@ class Fsdp2Engine(ProgramEngine):
     def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
         self._loaded_model().eval()
         for indices, micro in self._share(batch, *self.data_share, padded=not self._packs, share_prefixes=self._shares):
-            keep(indices, micro, self._outputs(self._layout([micro]), outputs, top_k))
+            layout = self._layout([micro])
+            with self._replayed(layout):
+                keep(indices, micro, self._outputs(layout, outputs, top_k))
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
         self._loaded_model().train(self._dropout)
@@ -163,7 +170,7 @@ class Fsdp2Engine(ProgramEngine):
                 layout = self._layout([micro for *_, micro in share])
                 of_tokens = [adapters[number] for number, *_ in share]
                 runs = [(each, count) for each, count in zip(of_tokens, layout.runs, strict=True) if each is not None]
-                with self._open_adapters().active_runs(runs):
+                with self._replayed(layout), self._open_adapters().active_runs(runs):
                     joined = self._outputs(layout, needed)
                     losses = []
                     outputs_of_parts = zip(share, layout.counts, joined.split(lengths), strict=True)
@@ -246,7 +253,7 @@ class Fsdp2Engine(ProgramEngine):
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
-        self._model = None
+        self._model = self._replay = None
         self._lora = None
         self._parameters = []
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
@@ -368,6 +375,10 @@ class Fsdp2Engine(ProgramEngine):
             return layout if self._mesh.context is None else split_layout(layout, self._mesh.context)
         (micro,) = parts
         return Layout.padded(micro)
+
+    def _replayed(self, layout: Layout) -> AbstractContextManager[None]:
+        """Route tokens to the experts in the batch, in a pass with `layout`, if ``trainer.router_replay`` is set."""
+        return nullcontext() if self._replay is None else self._replay.active(layout)
 
     @property
     def _shares_here(self) -> bool:

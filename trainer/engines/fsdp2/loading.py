@@ -22,6 +22,7 @@ from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.stored_slices import SliceReader, StoredSlice, copy_exactly, hf_tensors, refuse_weights, some_of
 from .lora import check_adapter
 from .mesh import check_mesh, parallel_styles
+from .router_replay import expert_blocks
 from .shards import checkpoint_tensors, local_shards
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -46,6 +47,8 @@ def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
     if config.fsdp2.tensor_parallel > 1:
         parallel_styles(model)
     check_context(config, model)
+    if config.router_replay:
+        expert_blocks(model, decoder_layers(model))
     if config.lora is not None:
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         check_adapter(model, decoder_layers(model), runs, config.lora)

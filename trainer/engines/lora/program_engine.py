@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from weightlane.ckpt_engines import ConfigError
+
 from ...data.sequences import MicroBatch
 from ..contract import STATE_PARTS, Fence
 from ..head import PassQuery
@@ -48,6 +50,8 @@ class ProgramEngine(AdaptedEngine):
     A slot is an adapter, or with the name `OWN` the model's own weights, which are trained unless the configuration freezes them.
     """
 
+    replays_routing = True
+
     @property
     @abstractmethod
     def joins_slots(self) -> bool:
@@ -80,6 +84,12 @@ class ProgramEngine(AdaptedEngine):
         `parts` are this rank's micro-batches, of any size and on any device, each with its slot. torch's grad mode must be that
         of the pass.
         """
+        if self.config.router_replay:
+            raise ConfigError(
+                "trainer.router_replay is true, and passes of a program come without experts.",
+                part="trainer",
+                hint="Set it to false; forward and forward_backward of an engine take experts.",
+            )
         adapters = self._open_adapters()
         chosen = [adapters.chosen(slot) for slot, _ in parts]
         laid_out, counts = self._lay_out([micro.to(self._device) for _, micro in parts])

@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...config import TrainerConfig
+from .layers import replay_routing
 from .model import build_chunks, keep_expert_bias
 from .model_facts import ModelFacts
 
@@ -38,6 +39,8 @@ def data_parallel_chunks(
     )
     chunks = []
     for chunk in build_chunks(config, facts):
+        if settings.router_replay:
+            replay_routing(chunk, facts.shape.layers)
         placed = chunk.to(device)
         wrapped = Float16Module(config, placed) if config.bf16 else placed
         keep_expert_bias(wrapped)

@@ -333,7 +333,7 @@ class MegatronEngine(ProgramEngine):
             parts: Iterator[tuple[list[int], MicroBatch]], chunk: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             indices, micro = next(parts)
-            row = RowInput.of(micro, self.config.megatron)
+            row = RowInput.of(micro, self.config.megatron, replays=self.config.router_replay)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
                 query = PassQuery.of_targets(micro, wanted, top_k)

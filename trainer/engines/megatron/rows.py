@@ -24,6 +24,8 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]  # megatron-core is unty
     """megatron-core's description of a row, and what each of this rank's tokens sees."""
 
     segments: Any = None
+    experts: torch.Tensor | None = None
+    """The experts to which the tokens that this rank routes are to be routed: see `MicroBatch.placed_experts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,13 @@ class RowInput:
     """The ranks that share the tokens, if any do."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, layout: MegatronConfig) -> RowInput:
+    def of(cls, micro: MicroBatch, layout: MegatronConfig, *, replays: bool = False) -> RowInput:
         """Make this rank's input of `micro`.
 
         Ranks that share tokens each have two blocks of every sequence, one from its start and one, as far, from its end: this is
         what megatron-core's rotary embedding expects. Sequences are padded to equal blocks at their ends. Another sequence of
-        padding at the end makes the tokens of a rank a multiple of the ranks of sequence parallelism.
+        padding at the end makes the tokens of a rank a multiple of the ranks of sequence parallelism. With `replays`, it has
+        the experts of tokens.
         """
         count = layout.context_parallel
         blocks, device = 2 * count if count > 1 else 1, micro.tokens.device
@@ -84,6 +87,11 @@ class RowInput:
         longest = max(stop - start for start, stop in bounds)
         starts = offsets.to(torch.int32)  # as TransformerEngine takes them
         packed = PackedRow("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, segments=segments)
+        if replays:
+            packed.experts = micro.placed_experts(places, len(tokens))
+            if layout.sequence_parallel:  # of which every rank routes a part
+                rank = parallel_state.get_tensor_model_parallel_rank()
+                packed.experts = packed.experts.chunk(layout.tensor_parallel)[rank]
         return cls(tokens[None], positions[None], packed, micro, places, context)
 
     def asked(self, query: PassQuery) -> HeadQuery:

@@ -103,6 +103,11 @@ def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> N
         " overlap_grad_reduce, in whose buckets they are.",
         "Set both to true, or overlap_param_gather to false.",
     )
+    need(
+        not config.router_replay or model.experts > 0,
+        "algorithm.router_replay is true, but the model has no experts.",
+        "Set algorithm.router_replay to false.",
+    )
     if not model.experts:
         need(
             expert == 1,
