@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from weightlane.ckpt_engines import ClosedError, as_weightlane_error
 
 from ..contract.records import Completion
@@ -92,7 +90,7 @@ class Generated:
             top_prompt_logprobs=top_of_prompt,
             top_logprobs=[_top(ranked, count) for ranked in self.ranked] if (count := sampling.top_logprobs) else None,
             cached_tokens=self.cached_tokens,
-            routed_experts=None if experts is None else experts.astype(np.int16),
+            routed_experts=None if experts is None else experts.astype("int16"),
         )
 
 

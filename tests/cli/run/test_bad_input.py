@@ -94,6 +94,10 @@ def configured(section: str, **settings: Any) -> Callable[[Trial], None]:
     return lambda trial: trial.sections.update({section: settings})
 
 
+def replay_without_experts(trial: Trial) -> None:
+    trial.sections |= {"algorithm": {"router_replay": True}, "rollout": {"engine": "transformers"}}
+
+
 def critic_ranks_that_do_not_fit(trial: Trial) -> None:
     layout = {"engine": "megatron", "ranks": 2, "megatron.pipeline_parallel": 2}
     trial.sections |= {"algorithm": {"objective": "ppo"}, "trainer": layout, "critic": {"ranks": 3}}
@@ -119,6 +123,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (configured("rollout", max_model_len=65), ["the model has 64 positions", "to at most 64"]),
         (configured("rollout", tensor_parallel=3), ["does not divide the model's 2 attention heads"]),
         (configured("ray", address="auto"), ["sync.host is 127.0.0.1, which other machines", "Set sync.host"]),
+        (replay_without_experts, ["algorithm.router_replay is true, and Qwen3ForCausalLM has no layer with experts"]),
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (a_group_that_is_too_large, ["line 1: 'samples' is 4000, and rollout.concurrency is", "Raise rollout.conc"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),

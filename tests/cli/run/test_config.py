@@ -19,6 +19,8 @@ from weightlane.cli.config.tinker_config import load_tinker_config
 from weightlane.cli.config.validation import explain
 from weightlane.cli.config.worker_config import load_worker_config
 from weightlane.rollout.contract.registry import rollout_engine_class
+from weightlane.trainer.algorithms.composition import role_trainer
+from weightlane.trainer.algorithms.roles import REFERENCE
 
 MINIMAL = """
 [run]
@@ -87,6 +89,7 @@ def minimal(tmp_path: Path) -> Path:
             for key, value in [wrong.split("=")]
         ),
         ("rollout.sleeps=true", ConfigError, ["there is no key rollout.sleeps."]),
+        ("trainer.router_replay=true", ConfigError, ["there is no key trainer.router_replay."]),
         ("sync.relay=chain", ConfigError, ["sync.relay is chain, and receivers of shm cannot relay."]),
     ],
 )
@@ -118,6 +121,17 @@ def test_rollouts_of_a_run_in_turns_sleep_and_one_whose_engine_cannot_is_refused
             ConfigError, match=f"trainer.colocate is for the loop of weightlane train, and weightlane {command}"
         ):
             load(path)
+
+
+def test_router_replay_asks_trainer_and_rollouts_and_an_engine_that_returns_no_experts_is_refused(
+    minimal: Path,
+) -> None:
+    config = load_config(minimal, ["algorithm.router_replay=true"])
+    assert (config.trainer.router_replay, config.rollout.routed_experts) == (True, True)
+    assert not role_trainer(REFERENCE, config.trainer, config.critic).router_replay
+    rollout_engine_class(config.rollout)
+    with pytest.raises(ConfigError, match=r"algorithm\.router_replay, for which vllm and transformers return"):
+        rollout_engine_class(config.rollout.model_copy(update={"engine": "sglang"}))
 
 
 def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from bits import DTYPES, assert_same, random_bits
 from publishing import OneRankTrainer
 from safetensors.torch import load_file
-from tiny_models import copy_with, left_of, load_tensors, make_qwen3
+from tiny_models import copy_with, left_of, load_tensors, make_qwen3, make_qwen3_moe
 from transformers import AutoModelForCausalLM
 from waiting import HANG_S
 from zoo_kind import make
@@ -21,7 +21,9 @@ from zoo_models import KINDS
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout import LocalReplica, RolloutConfig
+from weightlane.rollout.contract.requests import GenerationRequest, Sampling
 from weightlane.rollout.engines.sglang.loader import directory_of
+from weightlane.rollout.engines.transformers.decoding import Decoding
 from weightlane.rollout.engines.transformers.loader import TransformersLoader
 
 USUAL = ("qwen3-tied", "gemma3", "gpt2", "bloom", "mixtral", "gpt-oss", "deepseek-v3", "mamba2", "qwen3-next")
@@ -95,6 +97,31 @@ def test_a_published_version_is_served_as_a_fresh_load_of_it(
         trainer.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
+
+
+def test_the_experts_of_a_completion_are_those_of_the_first_reading_of_each_token_also_after_a_commit(
+    tmp_path: Path,
+) -> None:
+    """Row by row those of transformers' router over the whole sequence. The commit comes after three tokens."""
+    paths = [make_qwen3_moe(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    first, second = (AutoModelForCausalLM.from_pretrained(path).eval() for path in paths)
+    prompt = [5, 300, 17, 4]
+    decoding = Decoding(GenerationRequest("", "", prompt, Sampling(6, seed=1)), None, returns_experts=True)
+    for version, model in enumerate([first] * 3 + [second] * 3):
+        if version == 3:
+            assert decoding.drop_cache() == len(prompt) + 3
+        decoding.step(model, version)
+    completion = decoding.completion()
+    ids = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
+    wanted = [
+        torch.stack(model(ids, output_router_logits=True).router_logits, 1).topk(2).indices.sort(-1).values
+        for model in (first, second)
+    ]
+    found = torch.from_numpy(completion.routed_experts).long().sort(-1).values
+    read = len(prompt) + 2
+    assert torch.equal(found[:read], wanted[0][:read])
+    assert torch.equal(found[read:], wanted[1][read:])
+    assert not torch.equal(*(each[:read] for each in wanted))
 
 
 def test_sglang_is_given_the_bits_of_a_version() -> None:

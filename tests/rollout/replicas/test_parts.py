@@ -229,6 +229,7 @@ def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypa
     adapter = {"adapter": {"rank": 2, "alpha": 1}}
     for model, settings, says in (
         (qwen3, {"extra_engine_args": {"max_modl_len": 3}}, "'max_modl_len'.*Did you mean 'max_model_len'"),
+        (experts, {"routed_experts": True}, "returns the experts of tokens on GPUs only"),
         (qwen3, {"extra_engine_args": {"max_num_batched_tokens": -1}}, "max_num_batched_tokens: Input should be"),
         (bloom, {"max_model_len": 64, **adapter}, "(vLLM has no adapters|LoRA is not supported) for BloomForCausalLM"),
         (

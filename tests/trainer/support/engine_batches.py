@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from weightlane.trainer.data.batch import TokenBatch
-from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
+from weightlane.trainer.data.sequences import NO_EXPERT, ROUTED_EXPERTS, MicroBatch, TokenSequence
 from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.objectives.loss import LossOutput, LossTerm, ModelOutputs, needs
 from weightlane.trainer.objectives.policy import dual_clip
@@ -34,13 +34,27 @@ class Sample:
     rollout_logprobs: tuple[float, ...]
     advantage: float
 
-    def sequence(self) -> TokenSequence:
-        return TokenSequence.of_completion(
+    def sequence(self, experts: int = 0) -> TokenSequence:
+        """The sample as a sequence; with `experts`, the number of a layer's, routed to some of them."""
+        sequence = TokenSequence.of_completion(
             self.prompt_ids,
             self.completion_ids,
             per_token={ROLLOUT_LOGPROBS: self.rollout_logprobs, ADVANTAGES: self.advantage},
             per_sequence={"temperature": TEMPERATURE},
         )
+        if experts:
+            given = routes(sequence.tokens, 4, experts, turned=self.advantage > 0)
+            sequence = replace(sequence, per_token={**sequence.per_token, ROUTED_EXPERTS: given})
+        return sequence
+
+
+def routes(tokens: torch.Tensor, layers: int, experts: int, *, turned: bool = False) -> torch.Tensor:
+    """Two experts for each token and layer, by which neighbours differ: int16 [tokens, layers, 2]; the first token has none."""
+    codes = tokens[:, None] * 5 + torch.arange(len(tokens))[:, None] + torch.arange(layers) * 3 + turned
+    first = codes % experts
+    found = torch.stack([first, (first + 1 + codes // experts % (experts - 1)) % experts], -1).to(torch.int16)
+    found[0] = NO_EXPERT
+    return found
 
 
 def make_samples(step: int, rows: int = 6) -> list[Sample]:
@@ -56,8 +70,8 @@ def make_samples(step: int, rows: int = 6) -> list[Sample]:
     return samples
 
 
-def batch_of(samples: Iterable[Sample]) -> TokenBatch:
-    return TokenBatch(tuple(sample.sequence() for sample in samples))
+def batch_of(samples: Iterable[Sample], experts: int = 0) -> TokenBatch:
+    return TokenBatch(tuple(sample.sequence(experts) for sample in samples))
 
 
 def make_batch(step: int, rows: int = 6) -> TokenBatch:

@@ -121,15 +121,17 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
             reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
         return reports
 
-    def gradient(self, rows: int, calls: list[list[int]], loss: str) -> tuple[float, list[tuple[Any, ...]]]:
-        """The loss, and slices of the gradient, of `rows` samples that are split into `calls`.
+    def gradient(
+        self, rows: int, calls: list[list[int]], loss: str, experts: int = 0
+    ) -> tuple[float, list[tuple[Any, ...]]]:
+        """The loss, and slices of the gradient, of `rows` samples that are split into `calls`; with `experts`, see `Sample`.
 
         AdamW's first moment is the gradient itself where its decay rate is 0.
         """
         samples = make_samples(0, rows)
         denominators = LossDenominators.of(batch_of(samples))
         results = [
-            self._engine.forward_backward(batch_of(samples[row] for row in call), LOSSES[loss], denominators)
+            self._engine.forward_backward(batch_of((samples[row] for row in call), experts), LOSSES[loss], denominators)
             for call in calls
         ]
         self._engine.optim_step(lambda names: None)
@@ -137,11 +139,28 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         return sum(result.metrics["loss"] for result in results), slices
 
     def forward(
-        self, rows: int = 6, outputs: tuple[Any, ...] = ("logprobs",), top_k: int = 0, adapter: str | None = None
+        self,
+        rows: int = 6,
+        outputs: tuple[Any, ...] = ("logprobs",),
+        top_k: int = 0,
+        adapter: str | None = None,
+        experts: int = 0,
     ) -> dict[int, dict[str, Any]]:
         """Outputs of a batch by sequence, without gradient."""
-        found = self._engine.forward(make_batch(0, rows), outputs, top_k, adapter=adapter)
+        found = self._engine.forward(batch_of(make_samples(0, rows), experts), outputs, top_k, adapter=adapter)
         return {index: {name: each.numpy() for name, each in named.items()} for index, named in found.items()}
+
+    def reached_experts(self, batch: bytes) -> tuple[dict[int, Any], list[tuple[Any, ...]]]:
+        """Log-probabilities of `batch`, pickled; and id and experts of each token that the model reads."""
+        model, read, reached = self._engine._model, [], []
+        hooks = [model.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0].flatten()))]
+        for layer in model.model.layers:
+            hooks.append(layer.mlp.experts.register_forward_pre_hook(lambda _, args: reached.append(args[1])))
+        found = {index: each["logprobs"].numpy() for index, each in self._engine.forward(pickle.loads(batch)).items()}
+        for hook in hooks:
+            hook.remove()
+        (tokens,), rows = read, torch.stack(reached, 1)
+        return found, [(token, *row) for token, row in zip(tokens.tolist(), rows.flatten(1).tolist(), strict=True)]
 
     def leave_forward(self) -> str:
         """A forward pass that fails in the first layer's MLP."""
