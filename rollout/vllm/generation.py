@@ -66,7 +66,7 @@ class Generated:
         if not len(self.token_ids) == len(self.logprobs) == len(versions):
             counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, {len(versions)} versions"
             raise as_weightlane_error(AssertionError(counts), part)
-        experts = self.last.routed_experts
+        experts = getattr(self.last, "routed_experts", None)
         if experts is not None and len(experts) != len(prompt_ids) + len(self.token_ids) - 1:
             counts = f"{len(prompt_ids)} and {len(self.token_ids)} tokens, {len(experts)} rows of experts"
             raise as_weightlane_error(AssertionError(counts), part)

@@ -257,25 +257,34 @@ class MicroBatch:
         given = self.per_sequence.get(TEMPERATURE)
         return None if given is None else given[self.sequence_of]
 
-    def placed_experts(self, places: torch.Tensor, count: int) -> torch.Tensor:
+    def placed_experts(self, places: torch.Tensor, count: int, *, layers: int, experts: int) -> torch.Tensor:
         """Return `ROUTED_EXPERTS` in the order in which a model computes the tokens: int64 [count, layers, experts per token].
 
         Args:
             places: int64 [N]: where each token is among the `count` that the model computes; -1 for tokens that it doesn't.
             count: Number of tokens that the model computes. For padding, it chooses experts itself.
+            layers: Number of the model's decoder layers.
+            experts: Number of experts in a layer.
 
         Raises:
-            ProtocolError: The batch has no such value.
+            ProtocolError: The batch has no such value, or that of another model.
         """
-        experts, here = self.per_token.get(ROUTED_EXPERTS), places >= 0
-        if experts is None:
+        given, here = self.per_token.get(ROUTED_EXPERTS), places >= 0
+        if given is None:
             raise ProtocolError(
                 f"router replay needs the per-token value {ROUTED_EXPERTS}, and the batch has none.",
                 part=_PART,
                 hint="Give every TokenSequence the experts that the rollout returned, or set router_replay to false.",
             )
-        placed = torch.full((count, *experts.shape[1:]), NO_EXPERT, device=experts.device)
-        placed[places[here]] = experts[here].long()
+        if given.shape[1] != layers or bool(((given < NO_EXPERT) | (given >= experts)).any()):
+            raise ProtocolError(
+                f"the batch has experts {int(given.min())} to {int(given.max())} of {given.shape[1]} layers, and the model has"
+                f" {experts} experts in {layers} layers.",
+                part=_PART,
+                hint="Train the model that the rollouts generate with.",
+            )
+        placed = torch.full((count, *given.shape[1:]), NO_EXPERT, device=given.device)
+        placed[places[here]] = given[here].long()
         return placed
 
     def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:

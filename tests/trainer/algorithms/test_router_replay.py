@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_batches import make_samples, routes
@@ -25,6 +26,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
+from zoo_kind import make
+from zoo_models import ZOO
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.rollout.config import RolloutConfig
@@ -34,7 +37,8 @@ from weightlane.rollout.engines.transformers.routed_experts import recorded_expe
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.sequences import ROUTED_EXPERTS, MicroBatch, TokenSequence
 from weightlane.trainer.data.tasks import Task
-from weightlane.trainer.engines.fsdp2.loading import decoder_layers
+from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+from weightlane.trainer.engines.fsdp2.loading import decoder_layers, whole_model
 from weightlane.trainer.engines.fsdp2.router_replay import RouterReplay
 from weightlane.trainer.engines.head import PassQuery
 from weightlane.trainer.engines.hf.heads import HeadQuery, replace_head
@@ -189,6 +193,33 @@ def test_logprobs_and_gradients_are_those_of_a_sum_over_all_experts_and_replayin
     assert all(torch.equal(same[key], each) for key, each in its.items())
 
 
+@pytest.mark.exhaustive
+def test_every_architecture_with_experts_but_phimoe_sends_tokens_where_it_is_told_to(tmp_path: Path) -> None:
+    """And computes the same bits if it is told its own choice."""
+    done = []
+    for kind in (each for each in ZOO if each.backend == "vllm" and each.group != "pooling"):
+        model: Any = whole_model(make(kind, tmp_path / kind.name, seed=0, dtype=torch.float32))
+        if not any(name.endswith(".experts") for name, _ in model.named_modules()):
+            continue
+        replay, tokens = RouterReplay(model, decoder_layers(model)), torch.arange(3, 12)
+        with recorded_experts(model, 9) as own, torch.no_grad():
+            plain = model(tokens[None], use_cache=False).logits
+        choices = torch.from_numpy(own), torch.from_numpy(np.where(own < 0, own, (own + 1) % replay._experts))
+        for given in choices:
+            micro = MicroBatch.of([TokenSequence(tokens, tokens, {ROUTED_EXPERTS: given})])
+            with (
+                nullcontext() if kind.name != "phimoe" else pytest.raises(ConfigError, match="by 0 calls of topk"),
+                recorded_experts(model, 9) as reached,
+                replay.active(Layout.padded(micro)),
+                torch.no_grad(),
+            ):
+                logits = model(tokens[None], use_cache=False).logits
+                assert torch.equal(torch.from_numpy(reached), given), kind.name
+                assert torch.equal(logits, plain) is (given is choices[0]), kind.name
+        done.append(kind.name)
+    assert len(done) == 24
+
+
 RECOMPUTED = {"activation_checkpointing": True}
 TP_EP = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
 
@@ -289,12 +320,14 @@ def test_batches_models_and_programs_without_experts_are_refused(models: dict[st
         with pytest.raises(ConfigError, match=r"algorithm\.router_replay is true, (and|but) .* no "):
             training_engine_class(engine).check(config, models["qwen3-tied"])
         training_engine_class(engine).check(config, models["qwen3-moe"])
+    with pytest.raises(ConfigError, match="passes of a program come without experts"):
+        Fsdp2Engine(config, 0, 1, ("", 0)).lay_out([])
     model: Any = AutoModelForCausalLM.from_pretrained(models["qwen3-moe"])
     replay = RouterReplay(model, decoder_layers(model))
     tokens = torch.arange(5)
     for rows, says in (
         (None, "per-token value routed_experts, and the batch has none"),
-        (routes(tokens, 3, 4), "of 3 layers, and the model has 4 experts and 4 layers"),
+        (routes(tokens, 3, 4), "of 3 layers, and the model has 4 experts in 4 layers"),
         (routes(tokens, 4, 9), "0 to 8|-1 to 8"),
     ):
         micro = MicroBatch.of([TokenSequence(tokens, tokens, {} if rows is None else {ROUTED_EXPERTS: rows})])

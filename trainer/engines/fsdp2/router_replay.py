@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines import ConfigError
 
-from ...data.sequences import NO_EXPERT
 from ..hf.layout import Layout
 
 _PART = "router replay"
@@ -56,7 +55,7 @@ class RouterReplay:
         self._given: torch.Tensor | None = None
         self._layers = len(layers)
         for number, block in expert_blocks(model, layers):
-            self._experts: int = block.experts.num_experts  # type: ignore[union-attr, assignment]  # as `expert_blocks` found
+            self._experts: int = block.experts.num_experts
             block.forward = partial(self._routed, block.forward, number)  # type: ignore[method-assign]
 
     @contextmanager
@@ -65,15 +64,9 @@ class RouterReplay:
 
         Raises `ProtocolError` if the micro-batch has no `ROUTED_EXPERTS`, or those of another model.
         """
-        given = layout.micro.placed_experts(layout.places, layout.inputs["input_ids"].numel())
-        if given.shape[1] != self._layers or bool(((given < NO_EXPERT) | (given >= self._experts)).any()):
-            raise ProtocolError(
-                f"the batch has experts {int(given.min())} to {int(given.max())} of {given.shape[1]} layers, and the model has"
-                f" {self._experts} experts and {self._layers} layers.",
-                part=_PART,
-                hint="Train the model that the rollouts generate with.",
-            )
-        self._given = given
+        count = layout.inputs["input_ids"].numel()
+        of_model = {"layers": self._layers, "experts": self._experts}
+        self._given = layout.micro.placed_experts(layout.places, count, **of_model)
         try:
             yield
         finally:

@@ -40,7 +40,7 @@ def data_parallel_chunks(
     chunks = []
     for chunk in build_chunks(config, facts):
         if settings.router_replay:
-            replay_routing(chunk, facts.shape.layers)
+            replay_routing(chunk)
         placed = chunk.to(device)
         wrapped = Float16Module(config, placed) if config.bf16 else placed
         keep_expert_bias(wrapped)

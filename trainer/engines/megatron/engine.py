@@ -333,7 +333,7 @@ class MegatronEngine(ProgramEngine):
             parts: Iterator[tuple[list[int], MicroBatch]], chunk: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             indices, micro = next(parts)
-            row = RowInput.of(micro, self.config.megatron, replays=self.config.router_replay)
+            row = RowInput.of(micro, self.config.megatron, self._facts.shape if self.config.router_replay else None)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
                 query = PassQuery.of_targets(micro, wanted, top_k)

@@ -17,6 +17,7 @@ from ..head import PassQuery
 from ..hf.context_split import RowPart
 from ..hf.heads import HeadQuery
 from ..rank_collectives import ContextRanks
+from .checkpoint import CheckpointShape
 
 
 @dataclass
@@ -44,13 +45,13 @@ class RowInput:
     """The ranks that share the tokens, if any do."""
 
     @classmethod
-    def of(cls, micro: MicroBatch, layout: MegatronConfig, *, replays: bool = False) -> RowInput:
+    def of(cls, micro: MicroBatch, layout: MegatronConfig, replayed: CheckpointShape | None = None) -> RowInput:
         """Make this rank's input of `micro`.
 
         Ranks that share tokens each have two blocks of every sequence, one from its start and one, as far, from its end: this is
         what megatron-core's rotary embedding expects. Sequences are padded to equal blocks at their ends. Another sequence of
-        padding at the end makes the tokens of a rank a multiple of the ranks of sequence parallelism. With `replays`, it has
-        the experts of tokens.
+        padding at the end makes the tokens of a rank a multiple of the ranks of sequence parallelism. With `replayed`, the
+        shape of the model, it has the experts of tokens.
         """
         count = layout.context_parallel
         blocks, device = 2 * count if count > 1 else 1, micro.tokens.device
@@ -87,8 +88,9 @@ class RowInput:
         longest = max(stop - start for start, stop in bounds)
         starts = offsets.to(torch.int32)  # as TransformerEngine takes them
         packed = PackedRow("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, segments=segments)
-        if replays:
-            packed.experts = micro.placed_experts(places, len(tokens))
+        if replayed is not None:
+            of_model = {"layers": replayed.layers, "experts": replayed.experts}
+            packed.experts = micro.placed_experts(places, len(tokens), **of_model)
             if layout.sequence_parallel:  # of which every rank routes a part
                 rank = parallel_state.get_tensor_model_parallel_rank()
                 packed.experts = packed.experts.chunk(layout.tensor_parallel)[rank]

@@ -9,15 +9,13 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from weightlane.ckpt_engines import ProtocolError
 
-
-def replay_routing(chunk: torch.nn.Module, layers: int) -> None:
-    """Make the routers of `chunk`, a part of a model with `layers` decoder layers, choose the experts in `PackedRow.experts`."""
+def replay_routing(chunk: torch.nn.Module) -> None:
+    """Make the routers of `chunk`, a part of a model, choose the experts in `PackedRow.experts`."""
     for layer in chunk.modules():
         router = getattr(getattr(layer, "mlp", None), "router", None)
         if isinstance(layer, TransformerLayer) and isinstance(router, TopKRouter):
-            router.router_replay = _LayerReplay(layer, layers, router.config.num_moe_experts)
+            router.router_replay = _LayerReplay(layer)
 
 
 class _LayerReplay:
@@ -27,21 +25,13 @@ class _LayerReplay:
     description of a row, which every layer is called with, also when activation checkpointing calls it again.
     """
 
-    def __init__(self, layer: TransformerLayer, layers: int, experts: int) -> None:
+    def __init__(self, layer: TransformerLayer) -> None:
         self._given: torch.Tensor | None = None
-        self._place, self._layers, self._experts = layer.layer_number - 1, layers, experts
+        self._place = layer.layer_number - 1
         layer.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, _: torch.nn.Module, __: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        given = arguments["packed_seq_params"].experts
-        if given.shape[1] != self._layers or int(given.max()) >= self._experts:
-            raise ProtocolError(
-                f"the batch has experts up to {int(given.max())} of {given.shape[1]} layers, and the model has {self._experts}"
-                f" experts and {self._layers} layers.",
-                part="router replay",
-                hint="Train the model that the rollouts generate with.",
-            )
-        self._given = given[:, self._place]
+        self._given = arguments["packed_seq_params"].experts[:, self._place]
 
     def get_replay_topk(
         self,
