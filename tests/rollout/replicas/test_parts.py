@@ -13,11 +13,13 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -26,7 +28,7 @@ from tiny_models import make_architecture, make_qwen3, make_qwen3_moe, quantised
 from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane import rollout
-from weightlane.ckpt_engines import ConfigError, SyncAbortedError
+from weightlane.ckpt_engines import ConfigError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import vllm_surface
 from weightlane.rollout.commit.live_weights import LiveWeights
 from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
@@ -34,11 +36,14 @@ from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.rollout.contract.named_segments import mapped_segments, segments_of_trees
 from weightlane.rollout.contract.rank_group import RankGroup
+from weightlane.rollout.contract.requests import GenerationRequest, Sampling
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
+from weightlane.rollout.vllm.environment import engine_arguments
+from weightlane.rollout.vllm.generation import Generated
 from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner
 
 
@@ -218,6 +223,22 @@ def test_models_and_adapters_that_cannot_be_served_are_refused_by_the_setting(tm
     ):
         with pytest.raises(ConfigError, match=f"(?s){says}"):
             adapted_layers(model, AdapterConfig.model_validate({"alpha": 1, **adapter}))
+
+
+def test_experts_are_read_out_of_what_vllm_returns_and_have_a_row_for_every_token_but_the_last() -> None:
+    """VLLM's outputs, as it documents them: no engine returns experts on a CPU."""
+    rows = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
+    span = SimpleNamespace(version="7", start=0, end=2)
+    last = SimpleNamespace(finish_reason="length", weight_versions=[span], routed_experts=rows)
+    request = GenerationRequest("k", "r", [5, 6, 7], Sampling(2))
+    found = Generated([8, 9], [-1.0, -2.0], last=last).completion(request, "rollout-0").routed_experts
+    assert found is not None
+    assert (found == rows).all()
+    assert found.dtype == np.int16
+    with pytest.raises(WeightlaneError, match="4 and 2 tokens, 4 rows of experts"):
+        Generated([8, 9], [-1.0, -2.0], last=last).completion(replace(request, prompt_ids=[4, 5, 6, 7]), "rollout-0")
+    config = RolloutConfig(routed_experts=True)
+    assert engine_arguments(config, Path("model"), on_cpu=False)["enable_return_routed_experts"]
 
 
 @pytest.mark.vllm

@@ -17,17 +17,17 @@ from ..hf.layout import Layout
 _PART = "router replay"
 
 
-def expert_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[tuple[int, torch.nn.Module]]:
-    """Return the parts of the decoder `layers` of `model` that have experts and their router, each with its layer's number.
+def expert_blocks(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[tuple[int, torch.nn.Module, int]]:
+    """Return the parts of the decoder `layers` of `model` that have experts and their router.
 
-    Raises `ConfigError` if there is none.
+    Each comes after the number of its layer, and before that of its experts. Raises `ConfigError` if there is none.
     """
-    found = [
-        (number, block)
-        for number, layer in enumerate(layers)
-        for block in layer.modules()
-        if isinstance(getattr(getattr(block, "experts", None), "num_experts", None), int)
-    ]
+    found = []
+    for number, layer in enumerate(layers):
+        for block in layer.modules():
+            experts = getattr(getattr(block, "experts", None), "num_experts", None)
+            if isinstance(experts, int):
+                found.append((number, block, experts))
     if not found:
         raise ConfigError(
             f"algorithm.router_replay is true, and {type(model).__name__} has no layer with experts that are known here.",
@@ -54,8 +54,7 @@ class RouterReplay:
     def __init__(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         self._given: torch.Tensor | None = None
         self._layers = len(layers)
-        for number, block in expert_blocks(model, layers):
-            self._experts: int = block.experts.num_experts
+        for number, block, self._experts in expert_blocks(model, layers):
             block.forward = partial(self._routed, block.forward, number)  # type: ignore[method-assign]
 
     @contextmanager
