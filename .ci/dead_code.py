@@ -41,6 +41,7 @@ USED_ELSEWHERE = {
     "daemon_threads": "socketserver",
     "do_GET": "http.server",
     "download_model": "vLLM's loader",
+    "get_replay_topk": "megatron-core's routers",
     "handle_error": "socketserver",
     "init_communicator": "TRL's VLLMClient",
     "init_info_cls": "vLLM's weight transfer",

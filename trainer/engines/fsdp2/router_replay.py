@@ -55,7 +55,7 @@ class RouterReplay:
         self._given: torch.Tensor | None = None
         self._layers = len(layers)
         for number, block, self._experts in expert_blocks(model, layers):
-            block.forward = partial(self._routed, block.forward, number)  # type: ignore[method-assign]
+            block.forward = partial(self._routed, block.forward, number)
 
     @contextmanager
     def active(self, layout: Layout) -> Iterator[None]:
