@@ -33,6 +33,7 @@ CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
 """The clips of `weightlane train`, as the API names them."""
 BODY_BYTES = 1 << 20
 """The largest body that the service takes."""
+RARE = pytest.mark.exhaustive
 
 Services = Callable[..., Iterator[ServiceProcess]]
 
@@ -133,10 +134,7 @@ def test_the_example_a_run_and_a_worker_take_the_same_steps_bit_for_bit(
         assert both[1].norm() < 1e-4 * both[0].norm()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["service", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("separate", "all_weights"))],
-)
+@pytest.mark.parametrize("kind", ["service", *(pytest.param(each, marks=RARE) for each in ("separate", "all_weights"))])
 def test_clients_that_train_together_end_as_alone_also_when_the_service_is_killed(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
