@@ -19,7 +19,7 @@ from .commit import versions
 from .gpu import report as gpu
 from .peers import report as peers
 from .sync import control_plane
-from .training import async_against_sync, density
+from .training import async_against_sync, density, kills
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs/performance.md"
@@ -55,6 +55,7 @@ def _ms(seconds: float) -> str:
 TABLES: dict[str, Callable[[Report], str]] = {
     "async-against-sync": async_against_sync.markdown,
     "density": density.text,
+    "kills": kills.markdown,
     "control-plane": control_plane.text,
     "peers": peers.text,
     "make gpu": gpu.markdown,
