@@ -342,11 +342,11 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
     micro = pairs["batch"].packed
     found = pairs["loss"](ModelOutputs(torch.tensor([0.0, -0.5, -1.0, 0.0, -2.0])), micro)
     assert float(found.terms["dpo"].divided(LossDenominators.of(pairs["batch"]))) == pytest.approx(math.log(2))
-    objective, batch = (
+    objective, replay, batch = (
         AlgorithmConfig(**tomllib.loads(block)["algorithm"])
         for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
     )
-    assert (Objective(objective).name, batch.updates_per_batch) == ("gspo", 8)
+    assert (Objective(objective).name, replay.router_replay, batch.updates_per_batch) == ("gspo", True, 8)
     assert set(re.findall(r"^\| `(\w+)` \|", guide.split("Two terms")[0], re.MULTILINE)) == set(BUILT_IN)
 
 
