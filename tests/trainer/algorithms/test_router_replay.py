@@ -333,6 +333,9 @@ def test_batches_models_and_programs_without_experts_are_refused(models: dict[st
         micro = MicroBatch.of([TokenSequence(tokens, tokens, {} if rows is None else {ROUTED_EXPERTS: rows})])
         with pytest.raises(ProtocolError, match=says), replay.active(Layout.padded(micro)):
             pass
+    micro = MicroBatch.of([TokenSequence(tokens, tokens, {ROUTED_EXPERTS: routes(tokens, 4, 4)[..., :1]})])
+    with pytest.raises(ConfigError, match="chooses 1 of all experts by 0 calls"), replay.active(Layout.padded(micro)):
+        model(tokens[None])
     turns = [Turn([1, 2], SimpleNamespace(token_ids=[3], routed_experts=rows)) for rows in (None, routes(tokens, 4, 4))]
     for turn, says in zip(turns, ("2 tokens were read, and no", "2 tokens were read, and 5"), strict=True):
         with pytest.raises(ProtocolError, match=says):

@@ -79,7 +79,8 @@ class RouterReplay:
             output = run(*arguments, **named)
         if choice.made != 1:
             raise ConfigError(
-                f"the router of layer {layer} chooses from all experts by {choice.made} calls of topk; it has to be one.",
+                f"the router of layer {layer} chooses {self._given.shape[-1]} of all experts by {choice.made} calls of topk, and it"
+                " has to be one.",
                 part=_PART,
                 hint="Set algorithm.router_replay to false for this architecture.",
             )
@@ -101,11 +102,13 @@ class _GivenChoice(TorchFunctionMode):
         named = kwargs or {}
         result = func(*args, **named)
         name = getattr(func, "__name__", "")
-        if name not in ("topk", "masked_fill") or tuple(args[0].shape) != self._shape:
+        if name not in ("topk", "masked_fill") or not args or tuple(args[0].shape) != self._shape:
             return result
         scores = args[0]
         if name == "masked_fill":  # hides the experts of other groups than the router's from its topk
             return torch.where(self._known[:, :1], scores, result)
+        if result.indices.shape != self._given.shape:
+            return result
         self.made += 1
         indices = torch.where(self._known, self._given, result.indices)
         return torch.return_types.topk((scores.gather(-1, indices), indices))

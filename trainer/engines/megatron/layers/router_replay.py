@@ -9,6 +9,8 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from weightlane.ckpt_engines import ProtocolError
+
 
 def replay_routing(chunk: torch.nn.Module) -> None:
     """Make the routers of `chunk`, a part of a model, choose the experts in `PackedRow.experts`."""
@@ -44,5 +46,12 @@ class _LayerReplay:
         """Return the scores of the chosen experts, and these; both [tokens, topk]. See ``RouterReplay.get_replay_topk``."""
         _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         assert self._given is not None, "set before the layer"
+        if self._given.shape != own.shape:
+            raise ProtocolError(
+                f"the batch routes {len(self._given)} tokens to {self._given.shape[1]} experts each, and the router"
+                f" {len(own)} to {own.shape[1]}.",
+                part="router replay",
+                hint="Train the model that the rollouts generate with.",
+            )
         chosen = torch.where(self._given >= 0, self._given, own)
         return scores.gather(1, chosen), chosen
