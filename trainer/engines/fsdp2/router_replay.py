@@ -79,8 +79,8 @@ class RouterReplay:
             output = run(*arguments, **named)
         if choice.made != 1:
             raise ConfigError(
-                f"the router of layer {layer} chooses {self._given.shape[-1]} of all experts by {choice.made} calls of topk, and it"
-                " has to be one.",
+                f"the router of layer {layer} chooses {self._given.shape[-1]} of all experts by {choice.made} calls of topk,"
+                " and it has to be one.",
                 part=_PART,
                 hint="Set algorithm.router_replay to false for this architecture.",
             )
