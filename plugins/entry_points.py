@@ -13,8 +13,7 @@ from pathlib import Path
 def entry_points_of(group: str, name: str | None = None) -> list[EntryPoint]:
     """Return the entry points of a group, or those of one name. Imports nothing that they point to.
 
-    To read the metadata of all distributions takes a tenth of a second. It is done again if `sys.path` or one of its folders has
-    changed.
+    The metadata of all distributions, slow to read, is read again only if `sys.path` or one of its folders has changed.
     """
     found = _entry_points(tuple((path, _changed_ns(path)) for path in sys.path))
     return [each for each in found if each.group == group and name in {None, each.name}]

@@ -43,6 +43,8 @@ REPLICAS, FEWEST, MOST = 3, 2, 5
 GROUP_SIZE, PROMPTS_PER_STEP = 8, 16
 APART = 0.05
 """Most difference of the modes' mean accuracies at the end."""
+_SCALE_S = 900.0
+"""Most seconds of ``weightlane scale``, which gives up sooner."""
 REWARD = """
 import time
 from pathlib import Path
@@ -114,7 +116,7 @@ def disturb(run: DisturbedRun, hold: Path, seed: int, steps: int, events: int) -
             kind = MORE if serving <= FEWEST else FEWER if serving >= MOST else kind  # noqa: PLW2901
             wanted = str(serving + (1 if kind == MORE else -1))
             command = [WEIGHTLANE, "scale", str(run.directory), "--replicas", wanted, "--no-wait"]
-            if subprocess.run(command, capture_output=True, check=False).returncode:  # noqa: S603 - the run has ended
+            if subprocess.run(command, capture_output=True, check=False, timeout=_SCALE_S).returncode:  # noqa: S603 - the run has ended
                 break
         done[kind] += 1
         hold.unlink()

@@ -275,7 +275,7 @@ def _kept_by_trainer(config: ClusterConfig, sizes: Sizes) -> int:
 
 def vllm_is_for_cpus() -> bool:
     """Whether the installed vLLM was built for CPUs."""
-    # By the folder of its metadata: to read which distribution has the module takes a second.
+    # By the folder of its metadata: to find the distribution of a module, Python reads the list of files of every one.
     return any("cpu" in info.name for folder in sys.path for info in Path(folder).glob("vllm*-info"))
 
 

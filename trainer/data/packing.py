@@ -72,22 +72,6 @@ def shared_prefixes(sequences: Sequence[torch.Tensor]) -> list[PrefixGroup]:
     return sorted(groups, key=lambda group: group.members[0])
 
 
-def prefix_keys(tokens: torch.Tensor, experts: torch.Tensor | None) -> torch.Tensor:
-    """Return keys for `shared_prefixes`, int64 [T] on the CPU, that are equal where the tokens and their experts are.
-
-    Args:
-        tokens: int64 [T].
-        experts: int16 [T, layers, experts per token], the experts to which the tokens are routed; None: they don't matter.
-    """
-    tokens = tokens.cpu()
-    if experts is None:
-        return tokens
-    rows = experts.flatten(1).cpu().long()
-    factors = torch.randint(-(1 << 63), (1 << 63) - 1, (rows.shape[1] + 1,), generator=torch.Generator().manual_seed(0))
-    # Modulo 2^64. Two rows with the same key are as improbable as two equal random numbers of about 50 bits.
-    return tokens * (factors[0] | 1) + (rows * factors[1:]).sum(1)
-
-
 def _common(left: npt.NDArray[np.int64], right: npt.NDArray[np.int64]) -> int:
     """Number of tokens that two sequences begin with alike."""
     length = min(len(left), len(right))

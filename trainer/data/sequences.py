@@ -257,6 +257,16 @@ class MicroBatch:
         given = self.per_sequence.get(TEMPERATURE)
         return None if given is None else given[self.sequence_of]
 
+    @property
+    def prefix_keys(self) -> Sequence[torch.Tensor]:
+        """The sequences as `shared_prefixes` compares them: int64 [T] on the CPU, equal where tokens and `ROUTED_EXPERTS` are."""
+        keys = self.tokens.cpu()
+        if (experts := self.per_token.get(ROUTED_EXPERTS)) is not None:
+            known: dict[tuple[int, bytes], int] = {}
+            read = zip(keys.tolist(), (row.tobytes() for row in experts.cpu().numpy()), strict=True)
+            keys = torch.tensor([known.setdefault(each, len(known)) for each in read])
+        return self.split(keys)
+
     def placed_experts(self, places: torch.Tensor, count: int, *, layers: int, experts: int) -> torch.Tensor:
         """Return `ROUTED_EXPERTS` in the order in which a model computes the tokens: int64 [count, layers, experts per token].
 

@@ -17,8 +17,8 @@ from weightlane.sync.version.tensor_spec import dtype_of
 
 from ..config import TrainerConfig
 from ..data.batch import LossDenominators, TokenBatch
-from ..data.packing import PrefixGroup, micro_batches, prefix_keys, shared_prefixes
-from ..data.sequences import ROUTED_EXPERTS, MicroBatch
+from ..data.packing import PrefixGroup, micro_batches, shared_prefixes
+from ..data.sequences import MicroBatch
 from ..objectives.loss import ModelOutputs, OutputName
 from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
 from .offloading import HostCopies
@@ -326,8 +326,7 @@ def _prefixes(batches: Sequence[TokenBatch]) -> list[PrefixGroup]:
     found: list[PrefixGroup] = []
     first = 0
     for batch in batches:
-        keys = [prefix_keys(each.tokens, each.per_token.get(ROUTED_EXPERTS)) for each in batch.sequences]
-        groups = shared_prefixes(keys)
+        groups = shared_prefixes(batch.packed.prefix_keys)
         found += [PrefixGroup(tuple(first + member for member in each.members), each.shared) for each in groups]
         first += len(batch)
     return found

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -160,8 +161,8 @@ class RunDir:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file of a run so that it appears completely or not at all. Raises `StorageError`."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write a file of a run so that it appears completely or not at all, whoever else writes it. Raises `StorageError`."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)

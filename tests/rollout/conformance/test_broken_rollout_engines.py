@@ -23,7 +23,6 @@ OFTEN = {"StampsTheEnd", "KeepsCaches", "ChangesBeforeItChecks", "LeavesAThread"
 """Engines that `make test` tries; `make test-all` tries all."""
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "engine", [pytest.param(each, marks=() if each in OFTEN else pytest.mark.exhaustive) for each in DEFECTS]
 )

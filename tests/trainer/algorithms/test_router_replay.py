@@ -48,7 +48,6 @@ from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
 from weightlane.trainer.loop.protocols import Played, Trajectory, Turn
 from weightlane.trainer.objectives.config import AlgorithmConfig
-from weightlane.trainer.objectives.policy_values import ROLLOUT_LOGPROBS
 
 VOCAB, LAYERS, EXPERTS = 61, 2, 8
 SIZES: dict[str, Any] = {
@@ -96,7 +95,7 @@ def weights_of_all(name: str, config: Any, logits: torch.Tensor, chosen: torch.T
     """The weight of every expert, 0 for those that are not `chosen`, as the architecture's report says: [tokens, experts]."""
     if name == "gpt-oss":
         return torch.where(chosen, logits, -torch.inf).softmax(-1)
-    weights = chosen * (logits.sigmoid() if name in ("deepseek-v3", "glm4-moe") else logits.softmax(-1))
+    weights = chosen * (logits.sigmoid() if name == "deepseek-v3" else logits.softmax(-1))
     weights = weights / weights.sum(-1, keepdim=True) if name in NORMALISED else weights
     return weights * getattr(config, "routed_scaling_factor", 1.0)
 
@@ -268,9 +267,7 @@ def test_every_layout_routes_tokens_as_the_batch_says(
         torch.testing.assert_close(summed[key], each, atol=2e-5, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_the_experts_of_rollouts_reach_each_token_at_the_rank_over_several_turns_and_narrow_the_gap(
-    teams: Teams, tmp_path: Path
-) -> None:
+def test_the_experts_of_rollouts_reach_each_token_at_the_rank_over_several_turns(teams: Teams, tmp_path: Path) -> None:
     """A rollout in bfloat16, and a trainer in float32."""
     model = make_qwen3_moe(tmp_path / "model", seed=0)
     add_tokenizer(model)
@@ -300,18 +297,11 @@ def test_the_experts_of_rollouts_reach_each_token_at_the_rank_over_several_turns
         for each in batch.sequences
         for token, row in zip(each.tokens.tolist(), each.per_token[ROUTED_EXPERTS].flatten(1).tolist(), strict=True)
     ]
-    gaps = []
     for replays in (True, False):
         ranks = teams.of(1)
         ranks.all("setup", model=model, trainer={"router_replay": replays})
-        ((logprobs, reached),) = ranks.all("reached_experts", batch=pickle.dumps(batch))
+        (reached,) = ranks.all("reached_experts", batch=pickle.dumps(batch))
         assert (sorted(reached) == sorted(given)) is replays
-        apart = [
-            (torch.from_numpy(logprobs[row]) - each.per_token[ROLLOUT_LOGPROBS])[each.targets >= 0].abs()
-            for row, each in enumerate(batch.sequences)
-        ]
-        gaps.append(float(torch.cat(apart).mean()))
-    assert gaps[0] < gaps[1]
 
 
 def test_batches_models_and_programs_without_experts_are_refused(models: dict[str, Path]) -> None:

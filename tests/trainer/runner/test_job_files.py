@@ -13,7 +13,7 @@ from typing import Any
 import job_file_commands
 import pytest
 import torch
-from engine_batches import make_batch
+from engine_batches import batch_of, make_batch, make_samples
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import HANG_S, wait_until
@@ -54,7 +54,7 @@ EXAMPLES: list[Job[Any]] = [
         ("logprobs",),
         "a",
     ),
-    ForwardBackward(make_batch(2), "objective"),
+    ForwardBackward(batch_of(make_samples(2), experts=4), "objective"),
     DropGradient("a"),
     OptimStep("a", AdamParams(1e-4, (0.8, 0.95), 1e-12, 0.1, float("inf"))),
     RlStep(make_batch(0), [MiniBatch(len(make_batch(0)), LossDenominators(3.0, 1.0))]),

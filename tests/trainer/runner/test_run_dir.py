@@ -12,7 +12,7 @@ import pytest
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, read_metrics
-from weightlane.trainer.runner.run_dir import RunDir
+from weightlane.trainer.runner.run_dir import RunDir, write_whole
 
 
 def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:
@@ -78,6 +78,17 @@ def test_a_directory_that_cannot_be_one_is_refused_and_a_run_that_could_not_star
     with pytest.raises(StorageError, match="cannot write"):
         run_dir.write_json("nowhere/summary.json", {})
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_two_that_write_a_file_at_the_same_time_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meanwhile(_: int) -> None:
+        monkeypatch.undo()
+        write_whole(tmp_path / "request", "the other's")
+
+    monkeypatch.setattr("os.fsync", meanwhile)
+    write_whole(tmp_path / "request", "mine")
+    assert (tmp_path / "request").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["request"]
 
 
 def test_metrics_are_lines_of_json_that_survive_from_run_to_run(tmp_path: Path) -> None:

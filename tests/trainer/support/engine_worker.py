@@ -150,17 +150,15 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         found = self._engine.forward(batch_of(make_samples(0, rows), experts), outputs, top_k, adapter=adapter)
         return {index: {name: each.numpy() for name, each in named.items()} for index, named in found.items()}
 
-    def reached_experts(self, batch: bytes) -> tuple[dict[int, Any], list[tuple[Any, ...]]]:
-        """Log-probabilities of `batch`, pickled; and id and experts of each token that the model reads."""
+    def reached_experts(self, batch: bytes) -> list[tuple[Any, ...]]:
+        """Id and experts of each token of `batch`, pickled, that the model reads. The engine is of no use afterwards."""
         model, read, reached = self._engine._model, [], []
-        hooks = [model.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0].flatten()))]
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0].flatten()))
         for layer in model.model.layers:
-            hooks.append(layer.mlp.experts.register_forward_pre_hook(lambda _, args: reached.append(args[1])))
-        found = {index: each["logprobs"].numpy() for index, each in self._engine.forward(pickle.loads(batch)).items()}
-        for hook in hooks:
-            hook.remove()
+            layer.mlp.experts.register_forward_pre_hook(lambda _, args: reached.append(args[1]))
+        self._engine.forward(pickle.loads(batch))
         (tokens,), rows = read, torch.stack(reached, 1)
-        return found, [(token, *row) for token, row in zip(tokens.tolist(), rows.flatten(1).tolist(), strict=True)]
+        return [(token, *row) for token, row in zip(tokens.tolist(), rows.flatten(1).tolist(), strict=True)]
 
     def leave_forward(self) -> str:
         """A forward pass that fails in the first layer's MLP."""

@@ -54,8 +54,10 @@ class RouterReplay:
     def __init__(self, model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> None:
         self._given: torch.Tensor | None = None
         self._layers = len(layers)
-        for number, block, self._experts in expert_blocks(model, layers):
-            block.forward = partial(self._routed, block.forward, number)
+        blocks = expert_blocks(model, layers)
+        self._experts = max(experts for *_, experts in blocks)
+        for number, block, experts in blocks:
+            block.forward = partial(self._routed, block.forward, number, experts)
 
     @contextmanager
     def active(self, layout: Layout) -> Iterator[None]:
@@ -71,11 +73,11 @@ class RouterReplay:
         finally:
             self._given = None
 
-    def _routed(self, run: Callable[..., Any], layer: int, *arguments: Any, **named: Any) -> Any:
-        """Replace the forward method `run` of the part of a layer that has router and experts."""
+    def _routed(self, run: Callable[..., Any], layer: int, experts: int, *arguments: Any, **named: Any) -> Any:
+        """Replace the forward method `run` of the part of a layer that has router and experts, of which there are `experts`."""
         if self._given is None:
             return run(*arguments, **named)
-        with _GivenChoice(self._given[:, layer], self._experts) as choice:
+        with _GivenChoice(self._given[:, layer], experts) as choice:
             output = run(*arguments, **named)
         if choice.made != 1:
             raise ConfigError(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...data.packing import PrefixGroup, prefix_keys, shared_prefixes
-from ...data.sequences import ROUTED_EXPERTS, MicroBatch
+from ...data.packing import PrefixGroup, shared_prefixes
+from ...data.sequences import MicroBatch
 from ..attention import Bounds, Segments
 from ..rank_collectives import ContextRanks
 from .packed_attention import SEGMENTS
@@ -52,8 +52,7 @@ class Layout:
         positions continue, and attention sees the prefix. The model is causal, so a prefix has the hidden states that it has in
         each sequence, and its gradient is the sum of theirs. Tokens with different `ROUTED_EXPERTS` are not shared.
         """
-        keys = [prefix_keys(part.tokens, part.per_token.get(ROUTED_EXPERTS)) for part in parts] if share else []
-        groups = [shared_prefixes(part.split(each)) for part, each in zip(parts, keys, strict=False)]
+        groups = [shared_prefixes(part.prefix_keys) for part in parts] if share else []
         micro = MicroBatch.joined(parts)
         if any(group.shared for of_part in groups for group in of_part):
             return cls._shared(micro, groups)
