@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
 
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import TrainerConfig
-from ..optimizer_settings import MOMENTS, init_optimizer_state
+from ..optimizer_settings import MOMENTS
 
 _MUON_RATE = 0.2
 """Muon's step has about the size of AdamW's at the same learning rate if it is so much times the root of a matrix's larger
@@ -36,58 +37,72 @@ def optimizers_of(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW. Its moments are held as `config.optimizer` says, and are float32 only while a step is made."""
+    """torch's fused AdamW, over what this rank holds of each parameter.
+
+    Its moments are held as `config.optimizer` says, and are float32 only while a step is made.
+    """
 
     def __init__(self, config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        super().__init__(_by_mesh(parameters.values()), fused=True)
-        init_optimizer_state(self)
+        super().__init__(list(parameters.values()), fused=True)
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self._held: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-        hold = _HOLD.get(config.optimizer)
-        if hold is not None:
-            for parameter, state in self.state.items():
-                self._held[cast("torch.nn.Parameter", parameter)] = {
-                    key: hold(_local(state.pop(key)), key) for key in MOMENTS
-                }
+        hold = _HOLD[config.optimizer]
+        for parameter in parameters.values():
+            local = _local(parameter)
+            self.state[parameter] = {
+                "step": torch.zeros((), device=local.device),
+                **{key: hold(torch.zeros_like(local), key) for key in MOMENTS},
+            }
 
     @property
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """This rank's part of the moments and the step count of each parameter, by name; float32 on the CPU if held in 8 bits."""
         return {
-            name: {key: _plain(each) for key, each in self._all(parameter)} for parameter, name in self._names.items()
+            name: {key: _plain(each) for key, each in self.state[parameter].items()}
+            for parameter, name in self._names.items()
         }
 
     def restore(self, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take those of `moments` that were copies."""
-        for parameter, held in self._held.items():
-            for key, moment in held.items():
+        for parameter, name in self._names.items():
+            for key, moment in self.state[parameter].items():
                 if _is_in_8_bits(moment):
-                    _compress(moments[self._names[parameter]][key].to(moment.device), moment)
+                    _compress(moments[name][key].to(moment.device), moment)
 
     @property
     def memory(self) -> list[torch.Tensor]:
         """The tensors that hold the state on this rank."""
-        held = [each for parameter in self._names for _, each in self._all(parameter)]
+        held = [each for parameter in self._names for each in self.state[parameter].values()]
         inside = [[each.codes, each.scale, each.qmap] if _is_in_8_bits(each) else [each] for each in held]
         return [tensor for tensors in inside for tensor in tensors]
-
-    def _all(self, parameter: torch.nn.Parameter) -> Iterable[tuple[str, Any]]:
-        for key, each in (*self.state[parameter].items(), *self._held.get(parameter, {}).items()):
-            yield key, _local(each)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes closures
         """Step every parameter that has a gradient."""
         del closure
-        stepped = {parameter: held for parameter, held in self._held.items() if parameter.grad is not None}
-        for parameter, held in stepped.items():
-            for key, moment in held.items():
-                self.state[parameter][key] = wide = torch.empty_like(parameter, requires_grad=False)
-                _copy(moment, _local(wide))
-        super().step()
-        for parameter, held in stepped.items():
-            for key, moment in held.items():
-                _copy(_local(self.state[parameter].pop(key)), moment)
+        (group,) = self.param_groups
+        gradients = {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
+        states = [self.state[parameter] for parameter in gradients]
+        wide = {key: [_in_32_bits(state[key]) for state in states] for key in MOMENTS}
+        adamw(
+            [_local(parameter) for parameter in gradients],
+            [_local(_placed_as(parameter, gradient)) for parameter, gradient in gradients.items()],
+            wide["exp_avg"],
+            wide["exp_avg_sq"],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for key, moments in wide.items():
+            for moment, state in zip(moments, states, strict=True):
+                if moment is not state[key]:
+                    _copy(moment, state[key])
 
 
 class Muon(torch.optim.Optimizer):
@@ -178,10 +193,12 @@ def _in_8_bits(moment: torch.Tensor, key: str) -> torch.Tensor:
 
 
 _HOLD: Mapping[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+    "adamw": lambda moment, _: moment,
     "adamw_bf16": lambda moment, _: moment.to(torch.bfloat16),
     "adamw_8bit": _in_8_bits,
+    "muon": lambda moment, _: moment,
 }
-"""How moments of zeros, float32, are held between steps, by the name of the optimizer; others keep them as they are."""
+"""How moments of zeros, float32, are held between steps, by the name of the optimizer."""
 
 
 def _compress(values: torch.Tensor, moment: Any) -> None:
@@ -234,6 +251,20 @@ def _is_in_8_bits(moment: torch.Tensor) -> bool:
     return hasattr(moment, "codes")
 
 
+def _placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        return gradient.redistribute(placements=parameter.placements)
+    return gradient
+
+
+def _in_32_bits(moment: torch.Tensor) -> torch.Tensor:
+    if moment.dtype == torch.float32 and not _is_in_8_bits(moment):
+        return moment
+    wide = torch.empty(moment.shape, device=moment.device)
+    _copy(moment, wide)
+    return wide
+
+
 def _plain(moment: torch.Tensor) -> torch.Tensor:
     if not _is_in_8_bits(moment):
         return moment
@@ -244,11 +275,3 @@ def _plain(moment: torch.Tensor) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> Sequence[dict[str, Any]]:
-    """Group parameters by their mesh of ranks: one fused kernel can step those on the same mesh."""
-    groups: dict[object, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return [{"params": group} for group in groups.values()]
