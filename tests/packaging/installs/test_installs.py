@@ -168,8 +168,6 @@ def promised_packages() -> dict[str, list[str]]:
 
 
 PROMISED = promised_packages()
-RARELY = {"hf", "megatron", "ray", "vllm"}
-"""Extras that `make test` leaves out."""
 
 
 def test_readme_names_every_extra() -> None:
@@ -181,7 +179,7 @@ def test_readme_names_every_extra() -> None:
     ("extra", "imports_vllm"),
     [
         *(
-            pytest.param(extra, False, id=extra or "none", marks=pytest.mark.exhaustive if extra in RARELY else ())
+            pytest.param(extra, False, id=extra or "none", marks=pytest.mark.exhaustive if extra else ())
             for extra in EXTRAS
             if PROMISED[extra] or extra in WORKING
         ),  # the extra "server" contains "hf"

@@ -244,9 +244,10 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
                 await replica.watch()
         finally:
             await replica.close()
-        broken = replica_of(models[0], extra_engine_args={"python": str(python), "port_of_call": 3, "config": "none"})
-        with pytest.raises(WorkerDiedError, match=r"(?s)ended while starting.*No such file"):
-            await broken.start()
+        python.write_text('#!/bin/sh\necho refused: "$@" >&2; exit 1\n')
+        broken = {"python": str(python), "port_of_call": 3, "config": "none"}
+        with pytest.raises(WorkerDiedError, match=r"(?s)ended while starting.*--config none .*--port-of-call 3"):
+            await replica_of(models[0], extra_engine_args=broken).start()
 
     in_loop(test)
 

@@ -204,6 +204,7 @@ def test_a_worker_publishes_to_a_server_what_it_exports(server: StockServer, tmp
     assert before != server.greedy(PROMPT) == greedy_tokens(tmp_path / "model", PROMPT, 16)
 
 
+@pytest.mark.exhaustive
 def test_a_program_for_vllms_nccl_backend_needs_another_name_only(
     server: StockServer, children: Any, tmp_path: Path
 ) -> None:

@@ -188,6 +188,7 @@ def test_every_token_in_flight_has_the_version_of_its_weights_also_where_vllms_c
     assert ended == [[9, wanted, wanted if both else None]] * 2
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_does_not_use_weightlane_packs_its_layers_and_experts_as_before(
     offline: Program, tmp_path: Path
 ) -> None:

@@ -311,6 +311,38 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+class _OneDevice(type):
+    """Makes torch's groups of gloo in a process share a device. Else each has one, whose thread polls 100 times a second.
+
+    The ranks that tests share hold hundreds of groups.
+    """
+
+    gloo: Any
+    _devices: Mapping[tuple[int, str | None], Any] = {}
+    """The device of this process at each interface."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.gloo)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.gloo, name)
+
+    def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        here = os.getpid(), interface
+        if here not in cls._devices:
+            made = cls.gloo.create_device(interface=interface) if interface else cls.gloo.create_default_device()
+            cls._devices = {here: made}
+        options = cls.gloo._Options()
+        options._devices, options._threads, options._timeout = [cls._devices[here]], 2, timeout
+        return cls.gloo(store, rank, size, options)
+
+
+def _share_gloo_device() -> None:
+    c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
+    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {"gloo": c10d.ProcessGroupGloo})
+
+
 def _main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     sys.modules["fork_server"] = sys.modules["__main__"]
@@ -318,6 +350,7 @@ def _main() -> None:
         importlib.import_module(name)
     # vLLM's ranks look for work without a pause, and for a second after the last one: that takes the cores from everybody else.
     sys.modules["vllm.distributed.device_communicators.shm_broadcast"].sched_yield = lambda: time.sleep(_PAUSE_S)  # type: ignore[attr-defined]
+    _share_gloo_device()
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: one of the imports has started some, and they cannot be forked"
     install()

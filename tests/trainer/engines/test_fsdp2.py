@@ -79,7 +79,7 @@ def test_a_connection_that_gloo_loses_when_the_ranks_join_is_made_again_and_no_g
     ("world", "name", "layout"),
     [
         (2, "qwen3-moe", FSDP2_TP2),
-        (2, "qwen3-moe", FSDP2_CP2),
+        exhaustive(2, "qwen3-moe", FSDP2_CP2),
         exhaustive(4, "qwen3-tied", FSDP2_TP2),
         exhaustive(4, "qwen3-tied", FSDP2_CP2),
         exhaustive(4, "deepseek-v3", {"fsdp2": {"context_parallel": 4}}),

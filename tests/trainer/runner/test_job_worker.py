@@ -238,6 +238,7 @@ def test_a_job_that_ends_its_workers_is_set_aside_as_one_that_failed_and_later_o
     assert same(again, wanted)
 
 
+@pytest.mark.exhaustive
 def test_what_a_worker_publishes_into_a_store_is_what_it_exports_bit_for_bit(
     work: Callable[..., Any], s3_url: str, s3_options: dict[str, str], tmp_path: Path
 ) -> None:

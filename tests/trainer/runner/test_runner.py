@@ -83,6 +83,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.exhaustive
 def test_steps_by_jobs_are_bit_for_bit_those_of_the_algorithm_and_resume_as_it_does(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

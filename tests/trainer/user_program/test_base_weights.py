@@ -125,7 +125,7 @@ def test_base_and_slot_are_stepped_in_turns_as_in_one_process_in_float64(
 @pytest.mark.parametrize(
     "settings",
     [
-        case({}, id="fsdp2"),
+        exhaustive({}, id="fsdp2"),
         *(exhaustive({"optimizer": name}, id=name) for name in ("adamw_bf16", "adamw_8bit", "muon")),
         exhaustive(megatron({"tensor_parallel": 2}), id="megatron"),
     ],

@@ -112,7 +112,7 @@ def test_every_output_of_every_slot_is_that_of_peft_in_one_mixed_batch(
             assert relative(mine["top_logprobs"], np.take_along_axis(logs[row], order, 1)) < 1e-6
 
 
-@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
+@pytest.mark.parametrize(("model", "settings"), [exhaustive(MODEL, RECOMPUTED, id="fsdp2-2, recomputed"), *LAYOUTS[1:]])
 def test_gradients_of_several_checkpoints_are_those_of_peft_however_micro_batches_are_cut(
     opened: Opened,
     oracle: Ranks,
