@@ -16,7 +16,7 @@ from .config import DataConfig, LoraConfig, RewardConfig, TrainerConfig
 from .data.batch import LossDenominators, MiniBatch, TokenBatch
 from .data.sequences import IGNORED, MicroBatch, TokenSequence
 from .engines.contract import TrainingEngine
-from .engines.optimizer_settings import AdamParams
+from .engines.optimizers.settings import AdamParams
 from .engines.registry import training_engine_class
 from .objectives.advantages import gae, group_advantages, whiten
 from .objectives.config import AlgorithmConfig

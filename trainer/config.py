@@ -104,6 +104,10 @@ class MegatronConfig(Section):
         description="Gather parameters that other ranks have stepped while the next forward pass computes; needs"
         " distributed_optimizer and overlap_grad_reduce.",
     )
+    shared_prefixes: bool = Field(
+        default=True,
+        description="As in fsdp2. Context parallelism, linear attention and TransformerEngine's modules compute every sequence.",
+    )
     bucket_parameters: int = Field(
         default=40_000_000,
         ge=1,
@@ -172,7 +176,7 @@ class TrainerConfig(Section):
         " An average that a step changes by less than its rounding (0.4 % in bfloat16) stays: betas[1] is best 0.99 or less."
         " muon: torch's Muon for the matrices of decoder layers (4 bytes), at AdamW's learning rates, and adamw for the rest,"
         " also for experts in one tensor."
-        " The megatron engine has adamw; adapters always have it.",
+        " Megatron has no muon; adapters have adamw.",
     )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's decay rate of the average gradient.")
     learning_rate: float = Field(

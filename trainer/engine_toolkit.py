@@ -17,7 +17,7 @@ from .engines.fsdp2.state import resume, save
 from .engines.hf.export import ExportedModel, export_model
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.names import CheckpointRun, checkpoint_runs
-from .engines.optimizer_settings import AdamParams, init_optimizer_state
+from .engines.optimizers.settings import AdamParams, init_optimizer_state
 from .engines.rank_collectives import on_every_rank, on_rank_zero, require_open, share_json
 from .engines.torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs

@@ -22,7 +22,7 @@ from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
 from ..engines.contract import BackwardResult, ForwardBackward, OptimStep, StatePart, TrainingEngine, with_adapters
 from ..engines.lora.sites import DEFAULT
-from ..engines.optimizer_settings import AdamParams
+from ..engines.optimizers.settings import AdamParams
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_outputs import RankOutputs

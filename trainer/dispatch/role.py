@@ -18,7 +18,7 @@ from ..config import LoraConfig
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
 from ..engines.contract import STATE_PARTS, BackwardAnswer, ForwardBackward, OptimStep, SequenceOutputs
-from ..engines.optimizer_settings import AdamParams
+from ..engines.optimizers.settings import AdamParams
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_outputs import joined
 from .ranks import Ranks

@@ -95,7 +95,8 @@ class Segments:
             _Segment(each, each, (prefix,) if _size(prefix) else ())
             for each, prefix in zip(bounds, prefixes, strict=True)
         ]
-        self._device = device
+        self.device = device
+        """The device of the tokens."""
         self.keys: GatheredKeys | None = None
         """Where keys come from, if this rank computes only some of the tokens."""
         self._batches: dict[int | None, tuple[list[_Batch], torch.Tensor]] = {}
@@ -106,7 +107,7 @@ class Segments:
 
         Tokens of a block beyond all segments are padding, and a segment of their own.
         """
-        part, stop = Segments((), (), self._device), 0
+        part, stop = Segments((), (), self.device), 0
         part.keys = keys
 
         def add(own: Bounds, before: tuple[Bounds, ...]) -> None:
@@ -169,22 +170,22 @@ class Segments:
 
     def _batch(self, group: Sequence[_Segment], window: int | None) -> _Batch:
         before, length = group[0].seen, _size(group[0].own)
-        about = torch.tensor([(*each.queries, each.own[0]) for each in group], device=self._device)
+        about = torch.tensor([(*each.queries, each.own[0]) for each in group], device=self.device)
         starts, stops, firsts = about[:, :, None].unbind(1)
-        steps = torch.arange(length, device=self._device)
+        steps = torch.arange(length, device=self.device)
         real = steps < stops - starts
         places, keys = (torch.where(real, each + steps, each) for each in (starts, firsts))
         mask = None
         if before:
             runs = torch.stack([_places(each.before) for each in group])
-            keys = torch.cat([runs.to(self._device), keys], 1)
+            keys = torch.cat([runs.to(self.device), keys], 1)
         if self.keys is not None:
             keys = self.keys.order[keys]
         elif window is None and 0 < before < length:
             # Under a mask, torch computes all scores, and without one half of them: it is quicker to attend from the prefix, too.
             return _Batch(keys, functional.pad(real, (before, 0)), keys, None)
         if before or (window is not None and length > window):
-            mask = torch.ones(length, before + length, dtype=torch.bool, device=self._device).tril(before)
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=self.device).tril(before)
             if window is not None:
                 mask = mask.triu(before + 1 - window)
         return _Batch(places, real, keys, mask)
@@ -194,11 +195,11 @@ class Segments:
         lengths = [_size(each.own) for each in segments]
         counts = [each.seen + length for each, length in zip(segments, lengths, strict=True)]
         starts, key_starts = (
-            torch.tensor([0, *each], device=self._device).cumsum(0, dtype=torch.int32) for each in (lengths, counts)
+            torch.tensor([0, *each], device=self.device).cumsum(0, dtype=torch.int32) for each in (lengths, counts)
         )
         keys = None
         if counts != lengths or self.keys is not None:
-            keys = _places([run for each in segments for run in (*each.before, each.own)]).to(self._device)
+            keys = _places([run for each in segments for run in (*each.before, each.own)]).to(self.device)
         if keys is not None and self.keys is not None:
             keys = self.keys.order[keys]
         return _Runs(starts, max(lengths), key_starts, max(counts), keys)

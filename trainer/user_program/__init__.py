@@ -5,7 +5,7 @@
 tensor([   7,    9, -100])
 """
 
-from ..engines.optimizer_settings import AdamParams
+from ..engines.optimizers.settings import AdamParams
 from .inputs import UNSET, ForwardInput, ForwardInputs
 from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, TopK
 from .slots import BASE

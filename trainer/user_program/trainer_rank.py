@@ -14,7 +14,7 @@ from ..config import LoraConfig, TrainerConfig
 from ..engines.contract import Fence
 from ..engines.lora.peft_files import saved_config
 from ..engines.lora.program_engine import ProgramEngine
-from ..engines.optimizer_settings import AdamParams
+from ..engines.optimizers.settings import AdamParams
 from ..engines.rank_collectives import on_every_rank, share_json
 from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, digest, flattened, refuse_different
 from .memory import MemoryEstimate, free_bytes

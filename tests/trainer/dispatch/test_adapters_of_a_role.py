@@ -22,7 +22,7 @@ from weightlane.sync import Coordinator
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.dispatch.role import Role
-from weightlane.trainer.engines.optimizer_settings import AdamParams
+from weightlane.trainer.engines.optimizers.settings import AdamParams
 
 PARAMS = {
     "a": AdamParams(3e-3, weight_decay=0.1),

@@ -19,7 +19,7 @@ from weightlane.trainer.data.batch import TokenBatch
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.engines.contract import ForwardBackward, OptimStep
-from weightlane.trainer.engines.optimizer_settings import AdamParams
+from weightlane.trainer.engines.optimizers.settings import AdamParams
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.supervised import WEIGHTS, sft
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from engine_ranks import (
     assert_fence_tells_of_changes,
     assert_same,
     assert_steps_are_those_of_one_rank,
+    assert_steps_are_torchs_and_a_saved_run_continues,
     checkpoint,
     exhaustive,
     gathered,
@@ -39,22 +39,8 @@ def test_fused_experts_are_published_and_fenced_one_by_one(teams: Teams) -> None
 def test_a_step_in_parts_is_one_whole_step_bit_for_bit_and_a_saved_run_continues_so(
     teams: Teams, tmp_path: Path, optimizer: str
 ) -> None:
-    if optimizer == "adamw_8bit" and not Path(sys.prefix, "torchao").is_dir():
-        pytest.skip("torchao is not installed")
-    ranks = teams.of(2)
-    settings = {"optimizer": optimizer, "muon_momentum": 0.9, "lr_warmup_steps": 2, "max_grad_norm": 0.1}
-    ranks.setup("qwen2-moe", **settings)
-    assert ranks.all("train_beside_one_whole_step", count=3) == [[[]] * 3] * 2
-    ranks.all("train", first=0, count=1, loss="headless")
-    ranks.all("save", directory=tmp_path / "state")
-    trained = []
-    for again in (False, True):
-        if again:
-            ranks.setup("qwen2-moe", **settings)
-            assert ranks.all("load", directory=tmp_path / "state") == [4, 4]
-        trained.append((ranks.all("train", first=3, count=2), gathered(ranks)))
-    assert trained[0][0] == trained[1][0]
-    assert_same(trained[0][1], trained[1][1])
+    settings = {"optimizer": optimizer, "muon_momentum": 0.9, "max_grad_norm": 0.1}
+    assert_steps_are_torchs_and_a_saved_run_continues(teams, "qwen2-moe", tmp_path, **settings)
 
 
 def test_a_taken_port_is_a_typed_error(models: dict[str, Path]) -> None:

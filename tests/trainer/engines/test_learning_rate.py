@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.engines.optimizer_settings import learning_rate
+from weightlane.trainer.engines.optimizers.settings import learning_rate
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("linear", 0), ("cosine", 4)])

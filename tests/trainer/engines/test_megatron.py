@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from engine_ranks import (
     Teams,
     assert_same,
     assert_steps_are_those_of_one_rank,
+    assert_steps_are_torchs_and_a_saved_run_continues,
     checkpoint,
     exhaustive,
     gathered,
@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save, save_file
 from saved_states import saved_tensors
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.engines.optimizer_settings import init_optimizer_state
 from weightlane.trainer.engines.registry import training_engine_class
 
 pytestmark = pytest.mark.megatron
@@ -247,15 +246,19 @@ def test_engines_of_one_layout_share_their_ranks_whichever_ends_first_and_anothe
     assert len(ranks.all("train", first=0, count=1)) == 2, "nothing is left of the other layout"
 
 
-@pytest.mark.exhaustive  # imports megatron-core into the process of pytest
-def test_an_adam_that_counts_steps_in_its_groups_goes_on_counting_after_a_load() -> None:
-    """The fused ones of Apex and TransformerEngine, which a GPU has, do; bias correction would begin anew."""
-    training_engine_class("megatron")  # imports megatron-core, and keeps its warnings to itself
-    from weightlane.trainer.engines.megatron.weights import set_moment_steps
-
-    # Such an optimizer keeps `step` in its groups; the state of its parameters has none, until it gets one.
-    parameter = torch.zeros(2, requires_grad=True)
-    made: Any = SimpleNamespace(optimizer=torch.optim.SGD([parameter]))
-    init_optimizer_state(made.optimizer, torch.device("cpu"))
-    set_moment_steps(made, 3)
-    assert [group["step"] for group in made.optimizer.param_groups] == [3]
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        pytest.param("adamw_bf16", {"distributed_optimizer": True}, id="adamw_bf16, distributed optimizer"),
+        exhaustive("adamw_bf16", {"expert_parallel": 2}, id="adamw_bf16, ep2"),
+        exhaustive("adamw_8bit", {"distributed_optimizer": True}, id="adamw_8bit, distributed optimizer"),
+        exhaustive("adamw_8bit", {**TP_SP, "expert_parallel": 2}, id="adamw_8bit, sp2, ep2"),
+    ],
+)
+def test_moments_in_fewer_bits_are_rounded_after_each_step_only_and_a_saved_run_continues(
+    teams: Teams, tmp_path: Path, optimizer: str, settings: dict[str, Any]
+) -> None:
+    made = megatron(
+        settings, optimizer=optimizer, max_grad_norm=1e9
+    )  # the oracle sees gradients before they are clipped
+    assert_steps_are_torchs_and_a_saved_run_continues(teams, "qwen3-moe", tmp_path, **made)

@@ -23,7 +23,7 @@ from weightlane.rollout.config import RolloutConfig
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.engines.lora.adapter import Adapter, LoraGroups
 from weightlane.trainer.engines.lora.sites import LoraSite
-from weightlane.trainer.engines.optimizer_settings import AdamParams
+from weightlane.trainer.engines.optimizers.settings import AdamParams
 
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Collection, Mapping
 from multiprocessing import Pipe
@@ -340,6 +341,10 @@ def assert_steps_are_those_of_one_rank(teams: Teams, world: int, name: str, dire
     assert_same(gathered(ranks, "bfloat16"), start)
     reports = ranks.all("train", first=0, count=STEPS)
     assert all(report == reports[0] for report in reports)
+    layout = trainer.get("megatron", {})
+    if world == layout.get("tensor_parallel", 1) * layout.get("pipeline_parallel", 1):  # one rank has all sequences
+        shares = name != "qwen3-next"
+        assert all((report["packed_tokens"] < report["read_tokens"]) is shares for report in reports[0])
     for mine, theirs in zip(reports[0], _alone[name], strict=True):
         assert mine.keys() - COMPUTED_TOKENS == theirs.keys() - COMPUTED_TOKENS
         for key in theirs.keys() - COMPUTED_TOKENS:
@@ -354,3 +359,22 @@ def assert_steps_are_those_of_one_rank(teams: Teams, world: int, name: str, dire
     save_file(trained, directory / "ordinary" / "model.safetensors", {"format": "pt"})
     loaded = [AutoModelForCausalLM.from_pretrained(directory / each) for each in ("exported", "ordinary")]
     assert_same(*(model.state_dict() for model in loaded))
+
+
+def assert_steps_are_torchs_and_a_saved_run_continues(teams: Teams, name: str, directory: Path, **trainer: Any) -> None:
+    """Steps of two ranks are those of torch, rounded after each where they are held in fewer bits; a resumed run goes on so."""
+    ranks, settings = teams.of(2), {"lr_warmup_steps": 2, **trainer}
+    if trainer["optimizer"] == "adamw_8bit" and not Path(sys.prefix, "torchao").is_dir():
+        pytest.skip("torchao is not installed")
+    ranks.setup(name, **settings)
+    assert ranks.all("train_beside_one_whole_step", count=3) == [[[]] * 3] * 2
+    ranks.all("train", first=0, count=1, loss="headless")
+    ranks.all("save", directory=directory / "state")
+    trained = []
+    for again in (False, True):
+        if again:
+            ranks.setup(name, **settings)
+            assert ranks.all("load", directory=directory / "state") == [4, 4]
+        trained.append((ranks.all("train", first=3, count=2), gathered(ranks)))
+    assert trained[0][0] == trained[1][0]
+    assert_same(trained[0][1], trained[1][1])

@@ -295,7 +295,7 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         that differ in any bit from the copy's.
         """
         engine, config = self._engine, self._engine.config
-        live = dict(engine._model.named_parameters())
+        live = self._stepped()
         muon = config.optimizer == "muon"
         twins = {name: _whole(each) if muon else each.detach().clone() for name, each in live.items()}
         matrices = [
@@ -325,12 +325,20 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
                 optimizer.zero_grad()
             for state in adamw.state.values() if not muon else ():
                 for key in ("exp_avg", "exp_avg_sq"):
-                    moment = state[key].to_local()
+                    moment = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
                     moment.copy_(_rounded(moment, config.optimizer, signed=key == "exp_avg"))
             now = {name: _whole(each) if muon else each for name, each in live.items()}
             bits = [(name, _bits(now[name]), _bits(twins[name])) for name in live]
             different.append([name for name, left, right in bits if not torch.equal(left, right)])
         return different
+
+    def _stepped(self) -> dict[str, torch.Tensor]:
+        """What the engine's optimizer steps on this rank: parameters, or the master weights of megatron-core."""
+        if self._engine.config.engine == "fsdp2":
+            return dict(self._engine._model.named_parameters())
+        chained = getattr(self._engine._optimizer, "chained_optimizers", [self._engine._optimizer])
+        groups = [group for each in chained if each.optimizer for group in each.optimizer.param_groups]
+        return {str(number): each for number, each in enumerate(each for group in groups for each in group["params"])}
 
     def group_timeouts(self) -> list[float]:
         """Seconds until a collective fails, in the group of all ranks and in those of an fsdp2 engine over tensor parallelism."""

@@ -100,8 +100,10 @@ class LoraCommands:
         """Whether any of the model's own weights asks for gradients, and how many moments of theirs there are."""
         engine = self._engine
         if engine.config.engine == "megatron":
+            from weightlane.trainer.engines.megatron.weights import moments_of
+
             asks = any(parameter.requires_grad for chunk in engine._chunks for parameter in chunk.parameters())
-            return asks, sum(len(piece.moments) for piece in engine._slices)
+            return asks, len(moments_of(engine._optimizer))
         asks = any(parameter.requires_grad for parameter in engine._model.parameters())
         return asks, len(engine._optimizer.state)
 

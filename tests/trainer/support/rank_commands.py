@@ -20,8 +20,10 @@ from weightlane.trainer.user_program import AdamParams, ForwardInput, ForwardOut
 def moment_slices(engine: Any, key: str) -> list[tuple[Any, ...]]:
     """This rank's slices of a moment of the model's own weights: name, shape, starts and values of each."""
     if engine.config.engine == "megatron":
-        shapes = engine._shapes
-        slices = [(s.name, shapes[s.name], s.box.starts, s.moments[key]) for s in engine._slices if key in s.moments]
+        from weightlane.trainer.engines.megatron.weights import moments_of
+
+        shapes, trained = engine._shapes, engine._trained_slices(moments_of(engine._optimizer))
+        slices = [(s.name, shapes[s.name], s.box.starts, s.moments[key]) for s in trained if key in s.moments]
     else:
         from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors, local_shards
 

@@ -28,7 +28,7 @@ from weightlane.sync import Placement, dtype_of
 
 from ...config import TrainerConfig
 from ...engines.contract import SequenceOutputs, StatePart, TrainingEngine
-from ...engines.optimizer_settings import AdamParams
+from ...engines.optimizers.settings import AdamParams
 from ...objectives.loss import OutputName
 from ..batches import BatchSpec, three_terms
 from .resolve import engine_class

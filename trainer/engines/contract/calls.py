@@ -11,7 +11,7 @@ from weightlane.ckpt_engines import ConfigError
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.step_result import StepResult
 from ...objectives.loss import Loss, OutputName
-from ..optimizer_settings import AdamParams
+from ..optimizers.settings import AdamParams
 from .engine import SequenceOutputs
 
 R_co = TypeVar("R_co", covariant=True)

@@ -17,7 +17,7 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ...config import Head, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, OutputName
-from ..optimizer_settings import AdamParams
+from ..optimizers.settings import AdamParams
 
 SequenceOutputs = Mapping[str, torch.Tensor]
 """Outputs of one sequence by name, on the CPU: the values in `ModelOutputs` for its tokens."""

@@ -31,7 +31,8 @@ from ..lora.engine import Keep
 from ..lora.joint import StartedPass
 from ..lora.program_engine import ProgramEngine, ProgramPass
 from ..lora.saved import SavedAdapters, check_adapters
-from ..optimizer_settings import AdamParams
+from ..optimizers.adamw import check_optimizer
+from ..optimizers.settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import micro_batches_of, outputs_by_sequence
 from .gradient_clipping import clip_gradients
@@ -47,7 +48,7 @@ from .loading import (
 )
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh
-from .optimizers import check_optimizer, is_matrix, moment_names
+from .optimizers import is_matrix, moment_names
 from .partwise_optimizer import PartwiseOptimizer
 from .router_replay import RouterReplay
 from .shards import checkpoint_tensors, local_shards
@@ -74,7 +75,7 @@ class Fsdp2Engine(ProgramEngine):
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
-        check_optimizer(config)
+        check_optimizer(config.optimizer)
         model = checked_model(config, model_dir)
         if state is not None:
             runs, matrices = checkpoint_runs(model, checkpoint_tensors(model)), _matrices(model)
@@ -88,7 +89,6 @@ class Fsdp2Engine(ProgramEngine):
         """See `TrainingEngine.setup`."""
         head = self.config.head
         check_model_dir(model_dir, head)
-        check_optimizer(self.config)
         model = checked_model(self.config, model_dir)
         self._join(model_dir, seed)
         new = value_head(model)[0] if head == "value" else ""

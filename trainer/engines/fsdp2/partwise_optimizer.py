@@ -6,14 +6,15 @@ snapshot; one that steps a part at a time only waits for the tensors of its next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ...config import TrainerConfig
 from ..hf.names import CheckpointRun
-from ..optimizer_settings import AdamParams
-from .optimizers import AdamW, Muon, optimizers_of
+from ..optimizers.adamw import AdamW
+from ..optimizers.settings import AdamParams
+from .optimizers import Muon, optimizers_of
 
 PARTS = 8
 """Most parts that a model is split into: each costs one launch of the fused kernel and one call of the fence."""
@@ -36,6 +37,7 @@ class PartwiseOptimizer:
         matrices: Collection[str],
         runs: Sequence[CheckpointRun],
     ) -> None:
+        self._names = {parameter: name for name, parameter in parameters.items()}
         names: dict[str, list[str]] = {}
         """The checkpoint tensors that each parameter is saved as; several for a fused one."""
         for run in runs:
@@ -55,12 +57,12 @@ class PartwiseOptimizer:
 
         They are those that the next step works with, but for `adamw_8bit`: float32 copies, which `restore` takes back.
         """
-        return {name: state for optimizer in self._optimizers for name, state in optimizer.moments.items()}
+        return {name: optimizer.moments_of(parameter) for name, parameter, optimizer in self._stepped()}
 
     def restore(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Take what was changed in copies of `state`."""
-        for optimizer in self._optimizers:
-            optimizer.restore(state)
+        for name, parameter, optimizer in self._stepped():
+            optimizer.restore(parameter, state[name])
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -79,6 +81,11 @@ class PartwiseOptimizer:
         """Drop all gradients."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+
+    def _stepped(self) -> Iterator[tuple[str, torch.nn.Parameter, AdamW | Muon]]:
+        for optimizer in self._optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                yield self._names[parameter], parameter, optimizer
 
     @property
     def _optimizers(self) -> list[AdamW | Muon]:

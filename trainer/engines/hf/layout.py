@@ -45,8 +45,8 @@ class Layout:
         return cls(micro, places, {"input_ids": tokens}, counts, counts)
 
     @classmethod
-    def packed(cls, parts: Sequence[MicroBatch], *, share: bool = False) -> Layout:
-        """Place all sequences in one row.
+    def packed(cls, parts: Sequence[MicroBatch], *, share: bool = False, multiple: int = 1) -> Layout:
+        """Place all sequences in one row, with padding at its end where its tokens are no `multiple`.
 
         With `share`, tokens that sequences of one part begin with are there once, and each of these sequences goes on from there:
         positions continue, and attention sees the prefix. The model is causal, so a prefix has the hidden states that it has in
@@ -55,15 +55,14 @@ class Layout:
         groups = [shared_prefixes(part.prefix_keys) for part in parts] if share else []
         micro = MicroBatch.joined(parts)
         if any(group.shared for of_part in groups for group in of_part):
-            return cls._shared(micro, groups)
+            return cls._shared(micro, groups, multiple)
         places = torch.arange(len(micro.tokens), device=micro.tokens.device)
-        segments = Segments(list(pairwise(micro.offsets.tolist())), (), places.device)
-        inputs = {"input_ids": micro.tokens[None], "position_ids": micro.positions[None], SEGMENTS: segments}
+        inputs = _row(micro.tokens, micro.positions, list(pairwise(micro.offsets.tolist())), [], multiple)
         counts = tuple(len(part.tokens) for part in parts)
         return cls(micro, places, inputs, counts, counts)
 
     @classmethod
-    def _shared(cls, micro: MicroBatch, groups: Sequence[Sequence[PrefixGroup]]) -> Layout:
+    def _shared(cls, micro: MicroBatch, groups: Sequence[Sequence[PrefixGroup]], multiple: int) -> Layout:
         """Place the prefix of each group, once, before what follows it in each of the group's sequences."""
         offsets, first, stop = micro.offsets.tolist(), 0, 0
         bounds: list[Bounds] = []
@@ -94,7 +93,17 @@ class Layout:
             first += sum(len(group.members) for group in of_part)
         device = micro.tokens.device
         source = torch.cat(sources).to(device)
-        tokens, positions = micro.tokens[source], micro.positions[source]
-        segments = Segments(bounds, prefixes, device)
-        inputs = {"input_ids": tokens[None], "position_ids": positions[None], SEGMENTS: segments}
+        inputs = _row(micro.tokens[source], micro.positions[source], bounds, prefixes, multiple)
         return cls(micro, places.to(device), inputs, tuple(counts), tuple(counts))
+
+
+def _row(
+    tokens: torch.Tensor, positions: torch.Tensor, bounds: list[Bounds], prefixes: list[Bounds], multiple: int
+) -> dict[str, Any]:
+    """Return a row of tokens, int64 [1, tokens], as arguments of a model. Padding is a segment of its own."""
+    count = len(tokens)
+    if added := -count % multiple:
+        tokens, positions = (torch.nn.functional.pad(each, (0, added)) for each in (tokens, positions))
+        bounds, prefixes = [*bounds, (count, count + added)], [*prefixes, (0, 0)] if prefixes else []
+    segments = Segments(bounds, prefixes, tokens.device)
+    return {"input_ids": tokens[None], "position_ids": positions[None], SEGMENTS: segments}

@@ -16,7 +16,7 @@ from weightlane.sync.version.box import Box
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators
 from ..contract import StatePart
-from ..optimizer_settings import MOMENTS, AdamParams, init_optimizer_state
+from ..optimizers.settings import MOMENTS, AdamParams, init_optimizer_state
 from .sites import MATRICES, PART, LoraSite, initial_a
 
 

@@ -20,7 +20,7 @@ from ..contract import STATE_PARTS, AdapterEngine, BackwardResult, Fence, Forwar
 from ..hf.export import ExportedModel, export_model
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
-from ..optimizer_settings import AdamParams
+from ..optimizers.settings import AdamParams
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .adapter import Adapter

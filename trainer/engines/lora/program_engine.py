@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import ConfigError
 from ...data.sequences import MicroBatch
 from ..contract import STATE_PARTS, Fence
 from ..head import PassQuery
-from ..optimizer_settings import AdamParams
+from ..optimizers.settings import AdamParams
 from ..rank_collectives import require_open
 from .adapter import Adapter
 from .engine import AdaptedEngine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
+from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig
 from ...data.batch import TokenBatch
@@ -20,18 +20,18 @@ from ...objectives.loss import ModelOutputs, OutputName
 from ..contract import BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..head import PassQuery
 from ..hf.export import ExportedModel
-from ..hf.model_dir import check_model_dir, is_model_dir, kept_types, stored_types
-from ..hf.names import CheckpointRun
-from ..hf.training_state import TrainedSlice, export_saved, load_state, save_state
+from ..hf.layout import Layout
+from ..hf.model_dir import check_model_dir, kept_types, stored_types
+from ..hf.training_state import TrainedSlice, save_state
 from ..lora.engine import Keep
 from ..lora.joint import StartedPass
 from ..lora.program_engine import ProgramEngine, ProgramPass
-from ..lora.saved import SavedAdapters
-from ..optimizer_settings import AdamParams
+from ..optimizers.adamw import check_optimizer
+from ..optimizers.settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
 from .checkpoint import checkpoint_shapes
-from .loading import check_files, load_model
+from .loading import check_files, export_state, load_model, resume
 from .model_facts import read_model
 from .process.layout_check import check_layout, refuse_cpu_beside_cuda
 
@@ -60,13 +60,15 @@ with warnings.catch_warnings():
     from .process.parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
     from .rows import RowInput, run_chunk
     from .weights import (
-        FrozenWeights,
+        Moments,
         copy_masters_to_model,
-        forget_moments,
         held_tensors,
         inner_optimizers,
         megatron_optimizer,
-        set_moment_steps,
+        moment_memory,
+        moments_of,
+        restore_moments,
+        shards_of,
         weight_slices,
     )
 
@@ -74,10 +76,12 @@ with warnings.catch_warnings():
 class MegatronEngine(ProgramEngine):
     """Splits the model over the ranks as ``trainer.megatron`` says, and trains it with megatron-core's own schedules.
 
-    Master weights, gradients and AdamW's moments are float32; forward and backward run in ``TrainerConfig.compute_dtype``. The
-    model has no dropout, since one that the rollout does not have would only add noise to the importance weights. Where
-    there is no GPU, `without_gpu` answers megatron-core's CUDA calls, and logs a warning.
+    Master weights and gradients are float32, moments are what ``trainer.optimizer`` makes them, and passes are in
+    ``TrainerConfig.compute_dtype``. The model has no dropout, since one that the rollout does not have would only add noise to
+    the importance weights. Where there is no GPU, `without_gpu` answers megatron-core's CUDA calls, and logs a warning.
     """
+
+    optimizers = ("adamw", "adamw_bf16", "adamw_8bit")
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
@@ -89,6 +93,7 @@ class MegatronEngine(ProgramEngine):
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
+        check_optimizer(config.optimizer)
         shape = read_model(model_dir, config.head).shape
         check_layout(config, shape, config.ranks)
         check_files(config, model_dir, shape, state)
@@ -139,17 +144,19 @@ class MegatronEngine(ProgramEngine):
         ):
             if one.adapter is None:
                 keep_sums_once(self._chunks)
-            self._run(batch, one.needed, judge, forward_only=False)
+            computed = self._run(batch, one.needed, judge, forward_only=False)
             if one.adapter is None:
                 complete_sums(self._chunks)
             if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
-            totals = sums.as_tensor()
+            totals = torch.nn.functional.pad(sums.as_tensor(), (0, 1), value=computed)
             if not self._first_of_equals:
                 totals.zero_()
             dist.all_reduce(totals)
-        return [BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers else {})]
+        tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(totals[-1])}
+        named = sums.named(totals[:-1], batch.target_tokens) | tokens
+        return [BackwardResult(named, found if self._answers else {})]
 
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         """Step everything at once: `before_change` is called once, with all names."""
@@ -176,41 +183,21 @@ class MegatronEngine(ProgramEngine):
         return norm
 
     def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
-        """List views of the float32 master weights, whatever the compute dtype; empty ones for tensors on other ranks.
-
-        Ranks hold the same elements where megatron-core repeats them: data parallel copies without the distributed
-        optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
-        """
         require_open(bool(self._chunks), self._part)
         self._refuse_torn()
-        kept = self._kept
-        specs = {
-            name: TensorSpec(name, shape, torch.float32 if name in kept else dtype)
-            for name, shape in self._shapes.items()
-        }
-        held: dict[str, list[LocalShard]] = {name: [] for name in specs}
-        for piece in self._slices:
-            held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
-        nothing = torch.empty(0, device=self._device)
-        return [each for name, shards in held.items() for each in shards or [LocalShard.nothing(specs[name], nothing)]]
+        dtypes = {name: torch.float32 if name in self._kept else dtype for name in self._shapes}
+        return shards_of(self._slices, self._shapes, dtypes, self._device)
 
     def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
-        save_state(directory, self._slices, self._step, self.rank, self._device, write_beside)
+        where = self._step, self.rank, self._device
+        save_state(directory, self._trained_slices(moments_of(self._optimizer)), *where, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
-        """Load a state, which may be of any number and layout of ranks, and of another engine."""
-        state = self._shapes, self._slices
         gather_parameters(self._chunks)
-        if is_model_dir(directory, self.config.head, self._device):
-            load_model(directory, self._facts.shape, *state, self._device)
-            optimizer = False
-        else:
-            # megatron-core's optimizers have a gradient for every weight in every step.
-            step, _ = load_state(directory, *state, self.rank, self._device, optimizer=optimizer)
-        if not optimizer:
-            step = 0
-            forget_moments(self._slices)
-        set_moment_steps(self._optimizer, step)
+        moments = moments_of(self._optimizer)
+        state = self._facts.shape, self._trained_slices(moments), moments
+        step = resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
+        restore_moments(self._optimizer, moments)
         copy_masters_to_model(self._chunks, self._optimizer)
         return step
 
@@ -218,13 +205,8 @@ class MegatronEngine(ProgramEngine):
     def export_saved(
         cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
     ) -> None:
-        """See `TrainingEngine.export_saved`; reads the weights only."""
-        shapes = checkpoint_shapes(read_model(model_dir, head).shape)
-        runs = [CheckpointRun(name, shape, name, 0) for name, shape in shapes.items()]
-        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        adapters = SavedAdapters.read(state)
-        adapters.refuse_layers_beyond([name.removesuffix(".weight") for name in shapes], state)
-        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
+        """See `TrainingEngine.export_saved`."""
+        export_state(state, read_model(model_dir, head).shape, ExportedModel(model_dir, head, dtype), directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -284,12 +266,14 @@ class MegatronEngine(ProgramEngine):
         model_parallel_cuda_manual_seed(seed)
         settings = self.config
         config = transformer_config(settings, self._facts, device=self._device, dtype=self._compute_dtype)
-        chunks = data_parallel_chunks(settings, config, self._facts, self._device)
-        where, trained = (self._facts.shape, self._coordinates), settings.trains_weights
-        made = megatron_optimizer(settings, config, chunks) if trained else FrozenWeights(chunks, *where, stored)
-        self._slices = weight_slices(chunks, made, *where)
-        self._optimizer, self._chunks = made, chunks
+        self._chunks = chunks = data_parallel_chunks(settings, config, self._facts, self._device)
+        where = self._facts.shape, self._coordinates
+        self._optimizer = megatron_optimizer(settings, config, chunks, *where, stored)
+        self._slices = self._trained_slices()
         self._clear_gradients()
+
+    def _trained_slices(self, moments: Moments | None = None) -> list[TrainedSlice]:
+        return weight_slices(self._chunks, self._optimizer, self._facts.shape, self._coordinates, moments)
 
     train = TrainingEngine.train  # this engine has no dropout
 
@@ -304,7 +288,7 @@ class MegatronEngine(ProgramEngine):
             return [*adapters, *held_tensors(self._chunks), *(piece.weight for piece in self._slices)]
         if part == "gradients":
             return [*adapters, *gradient_buffers(self._chunks)]
-        return [*adapters, *(moment for piece in self._slices for moment in piece.moments.values())]
+        return [*adapters, *moment_memory(self._optimizer)]
 
     def _clear_gradients(self) -> None:
         self.onload(["gradients"])  # gradients have permanent buffers, which must be on the device to be cleared
@@ -321,21 +305,24 @@ class MegatronEngine(ProgramEngine):
         *,
         forward_only: bool,
         top_k: int = 0,
-    ) -> None:
+    ) -> int:
         """Run this rank's share of `batch` through megatron-core's schedule: forward, and backward unless `forward_only`.
 
         On the last pipeline stage, `use` takes the indices of a micro-batch's sequences, the micro-batch and the model's outputs
-        for it, and returns its part of the loss.
+        for it, and returns its part of the loss. Returns how many tokens were computed, on that stage.
         """
-        share = self._micro_batches(batch)
+        share, computed = self._micro_batches(batch), 0
 
         def forward(
             parts: Iterator[tuple[list[int], MicroBatch]], chunk: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             indices, micro = next(parts)
-            row = RowInput.of(micro, self.config.megatron, self._facts.shape if self.config.router_replay else None)
+            laid_out, replayed = self._layout([micro]), self._facts.shape if self.config.router_replay else None
+            row = RowInput.of(laid_out, self.config.megatron, replayed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+                nonlocal computed
+                computed += sum(laid_out.counts) if indices else 0
                 query = PassQuery.of_targets(micro, wanted, top_k)
                 answer = head_answer(hidden[0], head_of(chunk), row.asked(query), self._vocabulary)
                 loss = use(indices, micro, ModelOutputs.at(query.rows, micro, answer))
@@ -352,6 +339,7 @@ class MegatronEngine(ProgramEngine):
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return computed
 
     @property
     def joins_slots(self) -> bool:
@@ -364,14 +352,26 @@ class MegatronEngine(ProgramEngine):
         """See `ProgramEngine.exchanges_tokens`: each rank has experts for the tokens of all."""
         return self.config.megatron.expert_parallel > 1
 
-    def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[MicroBatch, Sequence[int]]:
-        return MicroBatch.joined(parts), [len(part.tokens) for part in parts]
+    @property
+    def _shares(self) -> bool:
+        layout = self.config.megatron
+        elsewhere = layout.context_parallel > 1 or layout.transformer_engine or self._facts.shape.delta is not None
+        return layout.shared_prefixes and not elsewhere
+
+    def _layout(self, parts: Sequence[MicroBatch]) -> Layout:
+        layout = self.config.megatron
+        multiple = layout.tensor_parallel if layout.sequence_parallel else 1
+        return Layout.packed(parts, share=self._shares, multiple=multiple)
+
+    def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[Layout, Sequence[int]]:
+        laid_out = self._layout(parts)
+        return laid_out, laid_out.counts
 
     def _run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
-        (chunk,), micro = self._chunks, tokens.laid_out
+        (chunk,) = self._chunks
         gather_parameters(self._chunks)
         with frozen(self._chunks) if tokens.adapters else nullcontext():
-            row = RowInput.of(micro, self.config.megatron)
+            row = RowInput.of(tokens.laid_out, self.config.megatron)
             (hidden,) = run_chunk(chunk, row)
             return head_answer(hidden, head_of(chunk), row.asked(query), self._vocabulary)
 
@@ -388,7 +388,7 @@ class MegatronEngine(ProgramEngine):
 
     def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
         """This rank's share of the batch, the same on all stages of its pipeline."""
-        share = self._share(batch, *self.data_share, padded=False)
+        share = self._share(batch, *self.data_share, padded=False, share_prefixes=self._shares)
         if self.config.megatron.virtual_pipeline > 1:
             # The interleaved schedule needs a multiple of the number of pipeline ranks.
             nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)

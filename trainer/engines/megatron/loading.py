@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from ...config import TrainerConfig
+from ...config import Head, TrainerConfig
+from ..hf.export import ExportedModel
+from ..hf.model_dir import is_model_dir
+from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART
 from ..hf.stored_slices import SliceReader, StoredSlice, hf_tensors, misfit, refuse_weights
-from ..hf.training_state import TrainedSlice, check_state
-from ..lora.saved import check_adapters
-from ..optimizer_settings import MOMENTS
+from ..hf.training_state import TrainedSlice, check_state, export_saved, load_state
+from ..lora.saved import SavedAdapters, check_adapters
+from ..optimizers.settings import MOMENTS
 from ..rank_collectives import on_every_rank
 from .checkpoint import EXPERT_BIAS, HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
+from .weights import Moments
 
 
 def load_model(
@@ -42,6 +46,48 @@ def load_model(
                     piece.weight.zero_()
 
     on_every_rank(read, device, PART)
+
+
+def resume(
+    directory: Path,
+    head: Head,
+    model: CheckpointShape,
+    slices: Sequence[TrainedSlice],
+    moments: Moments,
+    rank: int,
+    device: torch.device,
+    *,
+    optimizer: bool,
+) -> int:
+    """Implement `TrainingEngine.load` for a model whose weights and moments on this rank are `slices`. Returns the step.
+
+    The state may be of any number and layout of ranks, and of another engine.
+    """
+    shapes = checkpoint_shapes(model)
+    if is_model_dir(directory, head, device):
+        load_model(directory, model, shapes, slices, device)
+        optimizer = False
+    else:
+        # megatron-core's optimizers have a gradient for every weight in every step.
+        step, _ = load_state(directory, shapes, slices, rank, device, optimizer=optimizer)
+    if not optimizer:
+        step = 0
+    for key, tensor in ((key, tensor) for state in moments.values() for key, tensor in state.items()):
+        if key == "step":
+            tensor.fill_(step)
+        elif not optimizer:
+            tensor.zero_()
+    return step
+
+
+def export_state(state: Path, model: CheckpointShape, about: ExportedModel, directory: Path) -> None:
+    """Implement `TrainingEngine.export_saved`; reads the weights only."""
+    shapes = checkpoint_shapes(model)
+    runs = [CheckpointRun(name, shape, name, 0) for name, shape in shapes.items()]
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    adapters = SavedAdapters.read(state)
+    adapters.refuse_layers_beyond([name.removesuffix(".weight") for name in shapes], state)
+    export_saved(state, about, runs, tensors, adapters.merged, directory)
 
 
 def check_files(config: TrainerConfig, model_dir: Path, model: CheckpointShape, state: Path | None) -> None:

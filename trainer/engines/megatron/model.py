@@ -193,6 +193,7 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
             )
         )
         _mark_parameters(chunks[-1])
+        _rotate_by_positions(chunks[-1])
         if chunks[-1].post_process:
             chunks[-1].output_layer = prepared_head(chunks[-1].output_layer, valued=shape.valued)
     return chunks
@@ -231,6 +232,32 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.zero_()
+
+
+def _rotate_by_positions(chunk: torch.nn.Module) -> None:
+    """Let a row with `PackedRow.positions` have the rotary embeddings of these.
+
+    megatron-core's are of consecutive positions, and applied as they are to a row of as many tokens.
+    """
+
+    def follow(owner: torch.nn.Module, embedding: torch.nn.Module) -> None:
+        positions: torch.Tensor | None = None
+
+        def before(_module: torch.nn.Module, _arguments: Any, options: dict[str, Any]) -> None:
+            nonlocal positions
+            positions = options["packed_seq_params"].positions
+
+        def after(_module: torch.nn.Module, _arguments: Any, found: Any) -> Any:
+            if positions is None:
+                return None
+            return (found[0][positions], *found[1:]) if isinstance(found, tuple) else found[positions]
+
+        owner.register_forward_pre_hook(before, with_kwargs=True)
+        embedding.register_forward_hook(after)
+
+    for module in chunk.modules():
+        if isinstance(embedding := getattr(module, "rotary_pos_emb", None), torch.nn.Module):
+            follow(module, embedding)
 
 
 def forget_caches(chunks: Iterable[torch.nn.Module]) -> None:

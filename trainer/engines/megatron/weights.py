@@ -20,13 +20,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import boxes_of_run
+from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
 from ..hf.training_state import TrainedSlice
-from ..optimizer_settings import MOMENTS, init_optimizer_state
+from ..optimizers.adamw import AdamW
+from ..optimizers.settings import MOMENTS
 from .checkpoint import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
+Moments = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+"""AdamW's moments, by its names for them, of each tensor that it steps."""
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
 
@@ -63,7 +67,6 @@ class _Master:
     start: int
     """First element of the row-major flattened parameter."""
     weight: torch.Tensor
-    state: Mapping[str, torch.Tensor]
 
 
 def unwrapped(chunk: Any) -> Any:
@@ -78,20 +81,40 @@ def weight_slices(
     optimizer: MegatronOptimizer | FrozenWeights,
     model: CheckpointShape,
     at: Coordinates,
+    moments: Moments | None = None,
 ) -> list[TrainedSlice]:
-    """List every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
+    """List every slice whose master weight is on this rank, in the order of `checkpoint_shapes`; with their `moments`, if given.
 
     Raises `ConfigError` for a parameter that belongs to no checkpoint tensor.
     """
     pieces = _pieces(chunks, model, at)
     found: dict[str, list[TrainedSlice]] = {name: [] for name in checkpoint_shapes(model)}
     for master in _masters(optimizer):
-        for weight in _cut(master, pieces[master.parameter]):
+        for weight in _cut(master, (moments or {}).get(master.weight, {}), pieces[master.parameter]):
             found[weight.name].append(weight)
     for buffer in (tensor for tensor in pieces if not isinstance(tensor, torch.nn.Parameter)):
         for piece in pieces[buffer]:
             found[piece.name].append(TrainedSlice(piece.name, piece.place(piece.box), buffer[piece.box.index], {}))
     return [piece for slices in found.values() for piece in slices]
+
+
+def shards_of(
+    slices: Iterable[TrainedSlice],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+) -> list[LocalShard]:
+    """List views of the float32 master weights, whatever the compute dtype; empty ones for tensors on other ranks.
+
+    Ranks hold the same elements where megatron-core repeats them: data parallel copies without the distributed optimizer, norms
+    and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
+    """
+    specs = {name: TensorSpec(name, shape, dtypes[name]) for name, shape in shapes.items()}
+    held: dict[str, list[LocalShard]] = {name: [] for name in specs}
+    for piece in slices:
+        held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
+    nothing = torch.empty(0, device=device)
+    return [each for name, shards in held.items() for each in shards or [LocalShard.nothing(specs[name], nothing)]]
 
 
 def inner_optimizers(optimizer: MegatronOptimizer | FrozenWeights) -> list[Any]:
@@ -103,9 +126,16 @@ def inner_optimizers(optimizer: MegatronOptimizer | FrozenWeights) -> list[Any]:
 
 
 def megatron_optimizer(
-    settings: TrainerConfig, config: TransformerConfig, chunks: list[torch.nn.Module]
-) -> MegatronOptimizer:
-    """Create megatron-core's AdamW over the parameters of `chunks`, with moments of zeros."""
+    settings: TrainerConfig,
+    config: TransformerConfig,
+    chunks: list[torch.nn.Module],
+    model: CheckpointShape,
+    at: Coordinates,
+    stored: Mapping[str, torch.dtype],
+) -> MegatronOptimizer | FrozenWeights:
+    """Create what holds the master weights of `chunks`: if they are trained, megatron-core's optimizer around our `AdamW`."""
+    if not settings.trains_weights:
+        return FrozenWeights(chunks, model, at, stored)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -122,27 +152,32 @@ def megatron_optimizer(
         config_overrides={},  # megatron-core's own would exempt norms from weight decay
         use_gloo_process_groups=False,
     )
+    if next(chunks[0].parameters()).is_meta:  # an outline, which takes no steps
+        return optimizer
     for inner in inner_optimizers(optimizer):
-        init_optimizer_state(inner.optimizer, torch.device("cpu"))
+        inner.optimizer = AdamW(settings.optimizer, inner.optimizer.param_groups)
     return optimizer
 
 
-def forget_moments(slices: Iterable[TrainedSlice]) -> None:
-    """Set the moments of these weights to zero."""
-    for moment in (moment for piece in slices for moment in piece.moments.values()):
-        moment.zero_()
+def moments_of(optimizer: MegatronOptimizer | FrozenWeights) -> Moments:
+    """Return the moments and step count of every master weight, as `AdamW.moments_of`."""
+    return {
+        master: inner.optimizer.moments_of(master)
+        for inner in inner_optimizers(optimizer)
+        for _, _, master in _pairs(inner)
+    }
 
 
-def set_moment_steps(optimizer: MegatronOptimizer | FrozenWeights, step: int) -> None:
-    """Set the step count of the moments, on which their bias correction depends.
+def moment_memory(optimizer: MegatronOptimizer | FrozenWeights) -> list[torch.Tensor]:
+    """List the tensors that hold the optimizer's state on this rank."""
+    return [tensor for inner in inner_optimizers(optimizer) for tensor in inner.optimizer.memory]
 
-    torch's AdamW counts them for each parameter, the fused Adam of Apex and TransformerEngine for each group.
-    """
+
+def restore_moments(optimizer: MegatronOptimizer | FrozenWeights, moments: Moments) -> None:
+    """Take what was changed in copies of moments."""
     for inner in inner_optimizers(optimizer):
-        for group in inner.optimizer.param_groups:
-            group["step"] = step
-            for parameter in group["params"]:
-                inner.optimizer.state[parameter]["step"].fill_(step)
+        for _, _, master in _pairs(inner):
+            inner.optimizer.restore(master, moments[master])
 
 
 def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | FrozenWeights) -> None:
@@ -187,12 +222,10 @@ def _pieces(
 
 def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterator[_Master]:
     if isinstance(optimizer, FrozenWeights):
-        yield from (_Master(parameter, 0, master, {}) for parameter, master in optimizer.masters)
+        yield from (_Master(parameter, 0, master) for parameter, master in optimizer.masters)
         return
     for inner in inner_optimizers(optimizer):
-        state = inner.optimizer.state
-        for parameter, start, master in _pairs(inner):
-            yield _Master(parameter, start, master.detach(), state[master])
+        yield from (_Master(*each) for each in _pairs(inner))
 
 
 def _pairs(inner: Any) -> Iterable[tuple[torch.nn.Parameter, int, torch.Tensor]]:
@@ -220,20 +253,22 @@ def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> It
         yield from zip(ours, theirs, strict=True)
 
 
-def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[TrainedSlice]:
+def _cut(
+    master: _Master, moments: Mapping[str, torch.Tensor], pieces: Sequence[CheckpointSlice]
+) -> Iterator[TrainedSlice]:
     """Yield the parts of `pieces` inside the run of `master`, as slices of weight and moments."""
-    flat = master.weight.view(-1)
-    flats = {key: master.state[key].view(-1) for key in MOMENTS if key in master.state}
+    flat = master.weight.detach().view(-1)
+    flats = {key: moments[key].view(-1) for key in MOMENTS if key in moments}
     at = 0
     for box in boxes_of_run(tuple(master.parameter.shape), master.start, master.weight.numel()):
-        weight, *moments = (each[at : at + box.numel].view(box.shape) for each in (flat, *flats.values()))
+        weight, *averages = (each[at : at + box.numel].view(box.shape) for each in (flat, *flats.values()))
         at += box.numel
         for piece in pieces:
             common = piece.box.intersect(box)
             if common is None:
                 continue
             index = common.within(box).index
-            views = {key: piece.turned(moment[index]) for key, moment in zip(flats, moments, strict=True)}
+            views = {key: piece.turned(average[index]) for key, average in zip(flats, averages, strict=True)}
             yield TrainedSlice(piece.name, piece.place(common), piece.turned(weight[index]), views)
 
 

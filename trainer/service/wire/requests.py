@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ...engines.optimizer_settings import AdamParams as AdamStep
+from ...engines.optimizers.settings import AdamParams as AdamStep
 from .bodies import PART
 from .names import IDENTIFIER, NAME, CheckpointPath
 

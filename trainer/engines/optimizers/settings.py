@@ -9,7 +9,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..config import TrainerConfig
+from ...config import TrainerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of a parameter, as torch names them."""
@@ -69,14 +69,11 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     return config.learning_rate * (config.lr_final_share + (1.0 - config.lr_final_share) * left)
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer, step_device: torch.device | None = None) -> None:
-    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step.
-
-    Step counts are on the parameter's device unless another is given; torch's kernels that are not fused want the CPU.
-    """
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=step_device or parameter.device),
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
             }
