@@ -28,6 +28,7 @@ import torch, torch.distributed as dist
 from weightlane.trainer.engines.rank_collectives import join_ranks
 
 os.environ.pop("GLOO_SOCKET_IFNAME", None)  # other tests set it
+dist.distributed_c10d.ProcessGroupGloo = dist.ProcessGroupGloo  # which chooses its device itself: see `fork_server`
 NEW_NETWORK = 0x40000000
 
 def enter_a_new_network():
