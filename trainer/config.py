@@ -106,7 +106,8 @@ class MegatronConfig(Section):
     )
     shared_prefixes: bool = Field(
         default=True,
-        description="As in fsdp2. Context parallelism, linear attention and TransformerEngine's modules compute every sequence.",
+        description="Compute tokens that sequences of a micro-batch begin with once, such as the prompt of several completions."
+        " Not with context_parallel, transformer_engine or linear attention.",
     )
     bucket_parameters: int = Field(
         default=40_000_000,

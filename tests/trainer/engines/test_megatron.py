@@ -246,6 +246,16 @@ def test_engines_of_one_layout_share_their_ranks_whichever_ends_first_and_anothe
     assert len(ranks.all("train", first=0, count=1)) == 2, "nothing is left of the other layout"
 
 
+def test_equal_sequences_are_computed_once(teams: Teams) -> None:
+    """Nothing follows what they share."""
+    ranks = teams.of(2)
+    ranks.setup("qwen3-tied", **megatron({"tensor_parallel": 2}))
+    (found, _) = ranks.all("forward_twins")
+    assert len(found) == 3
+    for each in found:
+        torch.testing.assert_close(torch.from_numpy(each), torch.from_numpy(found[-1]), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [

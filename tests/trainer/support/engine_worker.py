@@ -332,6 +332,12 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
             different.append([name for name, left, right in bits if not torch.equal(left, right)])
         return different
 
+    def forward_twins(self) -> list[Any]:
+        """Log-probabilities of a sequence, beside an equal one and by itself; nothing on ranks that do not answer."""
+        sample = make_samples(0)[1]
+        passes = [self._engine.forward(batch_of([sample] * count)) for count in (2, 1)]
+        return [each["logprobs"].numpy() for found in passes for each in found.values()]
+
     def _stepped(self) -> dict[str, torch.Tensor]:
         """What the engine's optimizer steps on this rank: parameters, or the master weights of megatron-core."""
         if self._engine.config.engine == "fsdp2":

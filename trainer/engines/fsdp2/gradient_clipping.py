@@ -25,5 +25,6 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> flo
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for group in groups.values() for grad in group]
-    torch._foreach_mul_(shards, torch.clamp(most / (total + 1e-6), max=1.0))  # as torch's `clip_grads_with_norm_` does
+    if shards:  # scaled as by torch's `clip_grads_with_norm_`
+        torch._foreach_mul_(shards, torch.clamp(most / (total + 1e-6), max=1.0))
     return float(total)

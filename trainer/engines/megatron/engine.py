@@ -27,7 +27,7 @@ from ..lora.engine import Keep
 from ..lora.joint import StartedPass
 from ..lora.program_engine import ProgramEngine, ProgramPass
 from ..optimizers.adamw import check_optimizer
-from ..optimizers.settings import AdamParams
+from ..optimizers.settings import AdamParams, Moments
 from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
 from .checkpoint import checkpoint_shapes
@@ -60,7 +60,6 @@ with warnings.catch_warnings():
     from .process.parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
     from .rows import RowInput, run_chunk
     from .weights import (
-        Moments,
         copy_masters_to_model,
         held_tensors,
         inner_optimizers,

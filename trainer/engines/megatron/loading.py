@@ -16,10 +16,9 @@ from ..hf.partial_dir import PART
 from ..hf.stored_slices import SliceReader, StoredSlice, hf_tensors, misfit, refuse_weights
 from ..hf.training_state import TrainedSlice, check_state, export_saved, load_state
 from ..lora.saved import SavedAdapters, check_adapters
-from ..optimizers.settings import MOMENTS
+from ..optimizers.settings import MOMENTS, Moments
 from ..rank_collectives import on_every_rank
 from .checkpoint import EXPERT_BIAS, HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
-from .weights import Moments
 
 
 def load_model(

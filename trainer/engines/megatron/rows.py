@@ -72,7 +72,7 @@ class RowInput:
         else:
             tokens, positions, segments = (laid_out.inputs[name] for name in ("input_ids", "position_ids", SEGMENTS))
             offsets, count = laid_out.micro.offsets.tolist(), tokens.numel()
-            if segments.copies:
+            if sum(laid_out.counts) < offsets[-1]:
                 packed = PackedRow.of(segments, [0, count], laid_out.micro.lengths.tolist(), positions[0])
             else:
                 packed = PackedRow.of(segments, [*offsets, *([count] if count > offsets[-1] else [])])

@@ -26,11 +26,9 @@ from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
 from ..hf.training_state import TrainedSlice
 from ..optimizers.adamw import AdamW
-from ..optimizers.settings import MOMENTS
+from ..optimizers.settings import MOMENTS, Moments
 from .checkpoint import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
-Moments = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
-"""AdamW's moments, by its names for them, of each tensor that it steps."""
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
 

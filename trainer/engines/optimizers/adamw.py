@@ -17,6 +17,8 @@ from .settings import MOMENTS
 
 _CONVERTED = 1 << 20
 """Elements that are converted to 8 bits, or from them, at a time."""
+_WIDENED = 1 << 25
+"""About the number of parameters whose moments are float32 at a time, if they are held in fewer bits."""
 _BLOCK = 256
 """Elements of a moment that share a scale in 8 bits; the memory of a moment that they do not divide stays float32."""
 
@@ -36,7 +38,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__([{"params": []}], fused=True)
         # torch would refuse the master weights of megatron-core, which are computed from its parameters.
         self.param_groups = [{**self.defaults, **group} for group in groups]
-        hold = _HOLD[name]
+        hold, self._narrow = _HOLD[name], name in {"adamw_bf16", "adamw_8bit"}
         for parameter in self._parameters:
             local = local_part(parameter)
             self.state[parameter] = {
@@ -70,29 +72,40 @@ class AdamW(torch.optim.AdamW):
         """Step every parameter that has a gradient."""
         del closure
         for group in self.param_groups:
-            gradients = {parameter: parameter.grad for parameter in group["params"] if parameter.grad is not None}
-            states = [self.state[parameter] for parameter in gradients]
-            wide = {key: [_in_32_bits(state[key]) for state in states] for key in MOMENTS}
-            adamw(
-                [local_part(parameter) for parameter in gradients],
-                [local_part(_placed_as(parameter, gradient)) for parameter, gradient in gradients.items()],
-                wide["exp_avg"],
-                wide["exp_avg_sq"],
-                max_exp_avg_sqs=[],
-                state_steps=[state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for key, moments in wide.items():
-                for moment, state in zip(moments, states, strict=True):
-                    if moment is not state[key]:
-                        _copy(moment, state[key])
+            run: dict[torch.Tensor, torch.Tensor] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                # What is widened at a time takes a bounded part of the memory that fewer bits save.
+                if self._narrow and sum(map(torch.numel, run)) + parameter.numel() > _WIDENED:
+                    self._step(group, run)
+                    run = {}
+                run[parameter] = parameter.grad
+            self._step(group, run)
+
+    def _step(self, group: Mapping[str, Any], gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        states = [self.state[parameter] for parameter in gradients]
+        wide = {key: [_in_32_bits(state[key]) for state in states] for key in MOMENTS}
+        adamw(
+            [local_part(parameter) for parameter in gradients],
+            [local_part(_placed_as(parameter, gradient)) for parameter, gradient in gradients.items()],
+            wide["exp_avg"],
+            wide["exp_avg_sq"],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for key, moments in wide.items():
+            for moment, state in zip(moments, states, strict=True):
+                if moment is not state[key]:
+                    _copy(moment, state[key])
 
 
 def check_optimizer(name: OptimizerName) -> None:
@@ -183,6 +196,8 @@ def _placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def _in_32_bits(moment: torch.Tensor) -> torch.Tensor:
     if moment.dtype == torch.float32 and not _is_in_8_bits(moment):
         return moment
+    if not _is_in_8_bits(moment):
+        return moment.float()
     wide = torch.empty(moment.shape, device=moment.device)
     _copy(moment, wide)
     return wide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,8 @@ from ...config import TrainerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of a parameter, as torch names them."""
+Moments = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+"""AdamW's moments and step count, by torch's names for them, of each tensor that it steps."""
 
 
 @dataclass(frozen=True, slots=True)
