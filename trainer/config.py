@@ -116,6 +116,11 @@ class MegatronConfig(Section):
         " for each chunk.",
     )
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether shared prefixes are computed once, but for linear attention, which only the model says."""
+        return self.shared_prefixes and self.context_parallel == 1 and not self.transformer_engine
+
 
 class LoraConfig(Section):
     """A low-rank adapter (arXiv 2106.09685): y = W x becomes y = W x + alpha / rank * B (A x).
@@ -272,11 +277,13 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_new_head_is_trained(self) -> Self:
+    def _lora_fits(self) -> Self:
         if self.lora is not None and self.frozen and self.lora.publish != "adapter":
             raise ValueError('frozen is true, and lora would train an adapter, unless lora.publish is "adapter"')
         if self.lora is not None and self.head == "value":
             raise ValueError("head is value, which lora would leave as it is: an adapter is beside decoder layers only")
+        if self.lora is not None and self.optimizer != "adamw":
+            raise ValueError(f"optimizer is {self.optimizer}, and lora trains an adapter, which is stepped by adamw")
         return self
 
     @model_validator(mode="after")
@@ -285,12 +292,6 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"lr_schedule is {self.lr_schedule}, which needs lr_decay_steps, the steps over which it falls"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_are_trained_by_adamw(self) -> Self:
-        if self.lora is not None and self.optimizer != "adamw":
-            raise ValueError(f"optimizer is {self.optimizer}, and lora trains an adapter, which is stepped by adamw")
         return self
 
     @property

@@ -241,11 +241,8 @@ def _training_operations(config: RunConfig, written: int, prompt_tokens: float) 
     """Return each group of ranks, with its operations per parameter for a batch with `written` tokens of completions."""
     algorithm, groups = config.algorithm, config.rank_groups
     policy = groups[POLICY_GROUP]
-    layout = policy.megatron
-    shared = {
-        "fsdp2": policy.fsdp2.shared_prefixes,
-        "megatron": layout.shared_prefixes and layout.context_parallel == 1 and not layout.transformer_engine,
-    }.get(policy.engine, False)
+    sharing = {"fsdp2": policy.fsdp2.shared_prefixes, "megatron": policy.megatron.shares_prefixes}
+    shared = sharing.get(policy.engine, False)
     prompts = algorithm.prompts_per_step * (1 if shared else algorithm.group_size)
     tokens = written + prompts * prompt_tokens
     roles, operations = role_names(algorithm), dict.fromkeys(groups, 0.0)

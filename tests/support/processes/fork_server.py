@@ -318,8 +318,8 @@ class _OneDevice(type):
     """
 
     gloo: Any
-    _devices: Mapping[tuple[int, str | None], Any] = {}
-    """The device of this process at each interface."""
+    devices: dict[tuple[int, str | None], Any]
+    """By process and interface: a forked process makes its own."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, cls.gloo)
@@ -330,17 +330,18 @@ class _OneDevice(type):
     def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         here = os.getpid(), interface
-        if here not in cls._devices:
-            made = cls.gloo.create_device(interface=interface) if interface else cls.gloo.create_default_device()
-            cls._devices = {here: made}
+        if here not in cls.devices:
+            cls.devices[here] = (
+                cls.gloo.create_device(interface=interface) if interface else cls.gloo.create_default_device()
+            )
         options = cls.gloo._Options()
-        options._devices, options._threads, options._timeout = [cls._devices[here]], 2, timeout
+        options._devices, options._threads, options._timeout = [cls.devices[here]], 2, timeout
         return cls.gloo(store, rank, size, options)
 
 
 def _share_gloo_device() -> None:
     c10d: Any = sys.modules["torch.distributed.distributed_c10d"]
-    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {"gloo": c10d.ProcessGroupGloo})
+    c10d.ProcessGroupGloo = _OneDevice("ProcessGroupGloo", (), {"gloo": c10d.ProcessGroupGloo, "devices": {}})
 
 
 def _main() -> None:

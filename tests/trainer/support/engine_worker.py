@@ -38,6 +38,7 @@ from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.dispatch.rank_worker import RankWorker
 from weightlane.trainer.engines.hf import export, rank_rounds
+from weightlane.trainer.engines.optimizers import adamw
 from weightlane.trainer.engines.rank_collectives import join_ranks
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -295,6 +296,7 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         that differ in any bit from the copy's.
         """
         engine, config = self._engine, self._engine.config
+        adamw._STEPPED = 1000  # so that a part is stepped in several calls of the kernel
         live = self._stepped()
         muon = config.optimizer == "muon"
         twins = {name: _whole(each) if muon else each.detach().clone() for name, each in live.items()}
@@ -303,8 +305,7 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         ]
         others = [twin.requires_grad_() for twin in twins.values() if not twin.requires_grad]
         decay = {"lr": 0.0, "weight_decay": config.weight_decay}
-        adamw = torch.optim.AdamW(others, betas=config.betas, fused=True, **decay)
-        whole: list[torch.optim.Optimizer] = [adamw]
+        whole: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=config.betas, fused=True, **decay)]
         if muon:
             whole += [torch.optim.Muon(matrices, momentum=0.9, adjust_lr_fn="match_rms_adamw", **decay)]
 
@@ -323,7 +324,7 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
                     group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))
                 optimizer.step()
                 optimizer.zero_grad()
-            for state in adamw.state.values() if not muon else ():
+            for state in whole[0].state.values() if not muon else ():
                 for key in ("exp_avg", "exp_avg_sq"):
                     moment = state[key].to_local() if isinstance(state[key], DTensor) else state[key]
                     moment.copy_(_rounded(moment, config.optimizer, signed=key == "exp_avg"))
@@ -332,7 +333,7 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
             different.append([name for name, left, right in bits if not torch.equal(left, right)])
         return different
 
-    def forward_twins(self) -> list[Any]:
+    def forward_equal(self) -> list[Any]:
         """Log-probabilities of a sequence, beside an equal one and by itself; nothing on ranks that do not answer."""
         sample = make_samples(0)[1]
         passes = [self._engine.forward(batch_of([sample] * count)) for count in (2, 1)]

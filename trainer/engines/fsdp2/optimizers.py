@@ -24,7 +24,8 @@ def optimizers_of(
 ) -> list[AdamW | Muon]:
     """Return those that step `parameters`, by in-memory name; `matrices` names what Muon takes if it is asked for."""
     taken = {name for name in parameters if config.optimizer == "muon" and name in matrices}
-    muon, others = ([each for name, each in parameters.items() if (name in taken) is yes] for yes in (True, False))
+    muon = [each for name, each in parameters.items() if name in taken]
+    others = [each for name, each in parameters.items() if name not in taken]
     made: list[AdamW | Muon] = [Muon(config.muon_momentum, muon)] if muon else []
     return [*made, AdamW(config.optimizer, [{"params": others}])] if others else made
 

@@ -11,6 +11,7 @@ from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART
 from ..hf.training_state import TrainedSlice, load_state, save_state
+from ..optimizers.settings import STEP, set_steps
 from ..rank_collectives import on_every_rank
 from .loading import weights_reader
 from .shards import local_shards
@@ -18,7 +19,6 @@ from .shards import local_shards
 OptimizerState = Mapping[str, Mapping[str, torch.Tensor]]
 """This rank's part of the optimizer's state of each parameter, by in-memory name: moments by the optimizer's names for them, and
 the number of its steps, if it counts them, as ``step``."""
-_STEP = "step"
 
 
 def save(
@@ -62,18 +62,14 @@ def resume(
         step, steps = 0, {}
     counts = {run.source: steps.get(run.name, step) for run in runs}
     for source, state in optimizer_state.items():
-        for key, tensor in state.items():
-            if key == _STEP:
-                tensor.fill_(counts[source])
-            elif not optimizer:
-                tensor.zero_()
+        set_steps(state, counts[source], forget=not optimizer)
     return step
 
 
 def _steps(optimizer: OptimizerState) -> dict[str, int]:
     """Return the steps in which each parameter had a gradient, by in-memory name, for optimizers that count them."""
-    counted = [source for source, state in optimizer.items() if _STEP in state]
-    counts = torch.stack([optimizer[source][_STEP] for source in counted]).tolist() if counted else []
+    counted = [source for source, state in optimizer.items() if STEP in state]
+    counts = torch.stack([optimizer[source][STEP] for source in counted]).tolist() if counted else []
     return dict(zip(counted, map(int, counts), strict=True))
 
 
@@ -82,7 +78,7 @@ def _slices(
 ) -> list[TrainedSlice]:
     """List the slices that are on this rank; replicas are on several."""
     moments: dict[str, dict[str, torch.Tensor]] = {run.name: {} for run in runs}
-    for key in {key for state in optimizer.values() for key in state} - {_STEP}:
+    for key in {key for state in optimizer.values() for key in state} - {STEP}:
         values = {source: state[key] for source, state in optimizer.items() if key in state}
         trained = [run for run in runs if run.source in values]
         for shard in local_shards(trained, tensors, rank=0, dtype=None, kept=(), values=values):

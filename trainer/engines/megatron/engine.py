@@ -311,12 +311,11 @@ class MegatronEngine(ProgramEngine):
         for it, and returns its part of the loss. Returns how many tokens were computed, on that stage.
         """
         share, computed = self._micro_batches(batch), 0
+        replayed = self._facts.shape if self.config.router_replay else None
 
-        def forward(
-            parts: Iterator[tuple[list[int], MicroBatch]], chunk: Any
-        ) -> tuple[torch.Tensor, Callable[..., Any]]:
-            indices, micro = next(parts)
-            laid_out, replayed = self._layout([micro]), self._facts.shape if self.config.router_replay else None
+        def forward(parts: Iterator[tuple[list[int], Layout]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            indices, laid_out = next(parts)
+            micro = laid_out.micro
             row = RowInput.of(laid_out, self.config.megatron, replayed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -334,7 +333,7 @@ class MegatronEngine(ProgramEngine):
             data_iterator=[iter(share) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=len(share),
-            seq_length=len(share[0][1].tokens),  # lengths vary, and are sent along
+            seq_length=len(share[0][1].micro.tokens),  # lengths vary, and are sent along
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -353,9 +352,7 @@ class MegatronEngine(ProgramEngine):
 
     @property
     def _shares(self) -> bool:
-        layout = self.config.megatron
-        elsewhere = layout.context_parallel > 1 or layout.transformer_engine or self._facts.shape.delta is not None
-        return layout.shared_prefixes and not elsewhere
+        return self.config.megatron.shares_prefixes and self._facts.shape.delta is None
 
     def _layout(self, parts: Sequence[MicroBatch]) -> Layout:
         layout = self.config.megatron
@@ -385,14 +382,14 @@ class MegatronEngine(ProgramEngine):
         for buffer in gradient_buffers(self._chunks):
             buffer.mul_(scale)
 
-    def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
+    def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], Layout]]:
         """This rank's share of the batch, the same on all stages of its pipeline."""
         share = self._share(batch, *self.data_share, padded=False, share_prefixes=self._shares)
         if self.config.megatron.virtual_pipeline > 1:
             # The interleaved schedule needs a multiple of the number of pipeline ranks.
             nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
             share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
-        return share
+        return [(indices, self._layout([micro])) for indices, micro in share]
 
     @property
     def _answers(self) -> bool:

@@ -16,7 +16,7 @@ from ..hf.partial_dir import PART
 from ..hf.stored_slices import SliceReader, StoredSlice, hf_tensors, misfit, refuse_weights
 from ..hf.training_state import TrainedSlice, check_state, export_saved, load_state
 from ..lora.saved import SavedAdapters, check_adapters
-from ..optimizers.settings import MOMENTS, Moments
+from ..optimizers.settings import MOMENTS, Moments, set_steps
 from ..rank_collectives import on_every_rank
 from .checkpoint import EXPERT_BIAS, HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
 
@@ -71,11 +71,8 @@ def resume(
         step, _ = load_state(directory, shapes, slices, rank, device, optimizer=optimizer)
     if not optimizer:
         step = 0
-    for key, tensor in ((key, tensor) for state in moments.values() for key, tensor in state.items()):
-        if key == "step":
-            tensor.fill_(step)
-        elif not optimizer:
-            tensor.zero_()
+    for state in moments.values():
+        set_steps(state, step, forget=not optimizer)
     return step
 
 

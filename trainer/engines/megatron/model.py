@@ -235,9 +235,10 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
 
 
 def _rotate_by_positions(chunk: torch.nn.Module) -> None:
-    """Let a row with `PackedRow.positions` have the rotary embeddings of these.
+    """Rotate the tokens of a row with `PackedRow.positions` by these.
 
-    megatron-core's are of consecutive positions, and applied as they are to a row of as many tokens.
+    megatron-core makes rotary embeddings of the positions from 0 on, and a hook picks one of them for each token. Since they are
+    then as many as the row has tokens, megatron-core applies them one to one.
     """
 
     def follow(owner: torch.nn.Module, embedding: torch.nn.Module) -> None:

@@ -41,7 +41,10 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]  # megatron-core is unty
         lengths: Sequence[int] = (),
         positions: torch.Tensor | None = None,
     ) -> PackedRow:
-        """Describe runs of tokens between `offsets`; as long as sequences of some other `lengths`, if these share tokens."""
+        """Describe a row with runs of tokens between `offsets`.
+
+        If sequences share tokens, the row is one run: `lengths` are those of the sequences, and `positions` are needed.
+        """
         longest = max(lengths or (stop - start for start, stop in pairwise(offsets)))
         starts = torch.tensor(offsets, dtype=torch.int32, device=segments.device)  # as TransformerEngine takes them
         return cls(

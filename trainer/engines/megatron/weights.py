@@ -172,7 +172,7 @@ def moment_memory(optimizer: MegatronOptimizer | FrozenWeights) -> list[torch.Te
 
 
 def restore_moments(optimizer: MegatronOptimizer | FrozenWeights, moments: Moments) -> None:
-    """Take what was changed in copies of moments."""
+    """Hold what was changed in those of `moments_of` that are copies."""
     for inner in inner_optimizers(optimizer):
         for _, _, master in _pairs(inner):
             inner.optimizer.restore(master, moments[master])

@@ -17,8 +17,8 @@ from .settings import MOMENTS
 
 _CONVERTED = 1 << 20
 """Elements that are converted to 8 bits, or from them, at a time."""
-_WIDENED = 1 << 25
-"""About the number of parameters whose moments are float32 at a time, if they are held in fewer bits."""
+_STEPPED = 1 << 25
+"""Most elements that are stepped at a time, unless one tensor has more: moments that are held in fewer bits are float32 then."""
 _BLOCK = 256
 """Elements of a moment that share a scale in 8 bits; the memory of a moment that they do not divide stays float32."""
 
@@ -38,7 +38,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__([{"params": []}], fused=True)
         # torch would refuse the master weights of megatron-core, which are computed from its parameters.
         self.param_groups = [{**self.defaults, **group} for group in groups]
-        hold, self._narrow = _HOLD[name], name in {"adamw_bf16", "adamw_8bit"}
+        hold = _HOLD[name]
         for parameter in self._parameters:
             local = local_part(parameter)
             self.state[parameter] = {
@@ -51,7 +51,7 @@ class AdamW(torch.optim.AdamW):
         return {key: _plain(each) for key, each in self.state[parameter].items()}
 
     def restore(self, parameter: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
-        """Take those of `moments` that were copies."""
+        """Hold those of `moments_of` that are copies, with what was changed in them."""
         for key, moment in self.state[parameter].items():
             if _is_in_8_bits(moment):
                 _compress(moments[key].to(moment.device), moment)
@@ -72,16 +72,14 @@ class AdamW(torch.optim.AdamW):
         """Step every parameter that has a gradient."""
         del closure
         for group in self.param_groups:
-            run: dict[torch.Tensor, torch.Tensor] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                # What is widened at a time takes a bounded part of the memory that fewer bits save.
-                if self._narrow and sum(map(torch.numel, run)) + parameter.numel() > _WIDENED:
-                    self._step(group, run)
-                    run = {}
-                run[parameter] = parameter.grad
-            self._step(group, run)
+            gradients, elements = dict[torch.Tensor, torch.Tensor](), 0
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                elements += parameter.numel()
+                if elements > _STEPPED and gradients:
+                    self._step(group, gradients)
+                    gradients, elements = {}, parameter.numel()
+                gradients[parameter] = parameter.grad
+            self._step(group, gradients)
 
     def _step(self, group: Mapping[str, Any], gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         states = [self.state[parameter] for parameter in gradients]
@@ -194,10 +192,8 @@ def _placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _in_32_bits(moment: torch.Tensor) -> torch.Tensor:
-    if moment.dtype == torch.float32 and not _is_in_8_bits(moment):
-        return moment
     if not _is_in_8_bits(moment):
-        return moment.float()
+        return moment.float()  # itself, if it is float32
     wide = torch.empty(moment.shape, device=moment.device)
     _copy(moment, wide)
     return wide

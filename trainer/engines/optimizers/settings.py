@@ -14,6 +14,8 @@ from ...config import TrainerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of a parameter, as torch names them."""
+STEP = "step"
+"""The number of a parameter's steps, as torch names it."""
 Moments = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 """AdamW's moments and step count, by torch's names for them, of each tensor that it steps."""
 
@@ -70,6 +72,15 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     done = min(1.0, (step - config.lr_warmup_steps) / config.lr_decay_steps)
     left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.learning_rate * (config.lr_final_share + (1.0 - config.lr_final_share) * left)
+
+
+def set_steps(state: Mapping[str, torch.Tensor], step: int, *, forget: bool) -> None:
+    """Set the step count in the state of a parameter, if it has one; with `forget`, its moments to zero."""
+    for key, tensor in state.items():
+        if key == STEP:
+            tensor.fill_(step)
+        elif forget:
+            tensor.zero_()
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
