@@ -29,10 +29,9 @@ from .control.messages import Connect, EngineTraits, Full, Go, Message
 from .control.participant import JOIN_THREAD_S, Participant, checked_version
 from .control.rendezvous import RendezvousAddress
 from .plan.session_plan import SessionPlan
-from .send.publication import Publication, PublicationQueue
-from .send.send_session import SendingRank, SendSession
-from .send.snapshot.snapshot import Progress
-from .send.version_sender import VersionSender
+from .send.publication import Publication, SendSession
+from .send.publication_queue import PublicationQueue
+from .send.sending_rank import SendingRank
 from .send.version_storing import VersionStoring
 from .version.placement import Placement, without_aliases
 from .version.tensor_spec import LocalShard
@@ -94,7 +93,7 @@ class Publisher(Participant):
             config,
             hooks or process_hooks(),
         )
-        self._deadline_s, self._snapshot, self._chooser = config.deadline_s, self._ours.snapshot, self._ours.chooser
+        self._deadline_s, self._snapshot = config.deadline_s, self._ours.snapshot
         self._storing = VersionStoring(name, config.deadline_s)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
@@ -104,8 +103,7 @@ class Publisher(Participant):
         self._reading: list[Future[None]] = []
         """Unfinished sends of past sessions: the engine's calls may still read their memory."""
         super().__init__(name, rendezvous, self._ours.hooks)
-        self._queue = PublicationQueue(self._ours.slots, uses_deltas=self._chooser.uses_deltas, closed=self._closed)
-        self._sender = VersionSender(self._ours, self._queue)
+        self._queue = PublicationQueue(self._ours, self._closed)
         self._workers = [
             start_thread(f"weightlane-{kind}-{name}", self._on_own_stream, work)
             for kind, work in (("snapshot", self._take_snapshots), ("publish", self._send_versions))
@@ -132,10 +130,9 @@ class Publisher(Participant):
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
         for live in self._live:
             live.check()
-        progress = Progress(f"the snapshot of version {version}", self.name)
         self._published += 1  # a version that was given up may be published again, with other weights
-        identity = f"{self._incarnation}/{version}/{self._published}" if self._chooser.uses_deltas else ""
-        publication = Publication(version, identity, self._snapshot.mark(), progress, self._published)
+        identity = "" if self._ours.chooser is None else f"{self._incarnation}/{version}/{self._published}"
+        publication = Publication(self._ours, version, self._published, identity)
         self._outcomes.begin(version)
         self._fence = publication
         superseded = self._queue.put(publication)
@@ -186,7 +183,6 @@ class Publisher(Participant):
         self._storing.close()
         if self._fence is not None:  # its snapshot may never have begun
             self._fence.progress.fail(ClosedError("the publisher was closed.", part=self.name))
-        self._ours.encoder.close()
         snapshots = any(worker.is_alive() for worker in self._workers)
         if all(each.done() for each in self._reading) and not snapshots:
             self._free_memory()
@@ -266,12 +262,11 @@ class Publisher(Participant):
     def _take_snapshots(self) -> None:
         while (publication := self._queue.next_to_snapshot()) is not None:
             try:
-                self._sender.take_snapshot(publication)
+                self._queue.take_snapshot(publication)
             except Exception as error:  # noqa: BLE001 - the fence raises it in the training thread
                 ours = as_weightlane_error(error, self.name)
-                publication.fail(ours)
+                self._queue.fail(publication, ours)
                 self._report(publication.version, self.session, ours)
-                self._queue.keep_failed(publication)
 
     def _send_versions(self) -> None:
         while (task := self._queue.next_to_send()) is not None:
@@ -282,9 +277,9 @@ class Publisher(Participant):
             message: Message | None
             try:
                 if go is None:
-                    message = self._sender.offer(publication, session)
+                    message = publication.offer(session)
                 else:
-                    message = self._sender.send(publication, session, go)
+                    message = publication.send(session, go)
                     self._queue.sent(publication.version)
                 if message is not None:
                     self._tell(message)

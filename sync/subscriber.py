@@ -35,8 +35,8 @@ from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
 from .plan.session_plan import PlanExchange, SessionPlan
 from .receive.live_stream import LiveStream
-from .receive.receive_session import ReceiveSession, Relay
-from .receive.staging import LiveIdentity, Staging, lacks_base
+from .receive.receive_session import ReceiveSession
+from .receive.staging import Staging, lacks_base
 from .receive.version_receiver import StageRequest, VersionReceiver
 from .version.bucket_checksums import StoredChecksums
 from .version.expectation import Expectation, check_coverage
@@ -103,8 +103,7 @@ class Subscriber(Participant):
         live = runtime_of(device or HOST)
         self._live = live
         self._staging = Staging(name, staging_limit_bytes, self._device, live)
-        self._live_identity = LiveIdentity()
-        self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_identity, self.hooks)
+        self._receiver = VersionReceiver(name, self._device, live, self._staging, self.hooks)
         self._links: EngineLinks | None = None
         """Set while there is a session."""
         self._receive_session: ReceiveSession | None = None
@@ -138,7 +137,6 @@ class Subscriber(Participant):
             if failure := self._outcomes.failure(version):
                 raise failure from None
             raise
-        self._live_identity.take()
         return self._restoring_of(manifest)(staged)
 
     def take_stream(self, version: int) -> LiveStream | None:
@@ -153,24 +151,24 @@ class Subscriber(Participant):
             return None
         if failure := self._outcomes.failure(version):
             raise failure
-        self._live_identity.take()
+        self._staging.write_live()
         return stream
 
     def take_delta(self, version: int) -> Any | None:
         """The result of `prepare_delta` for the delta to `version`; None if `take` has the full version."""
-        delta = self._live_identity.delta(version)
+        delta = self._staging.prepared_delta(version)
         if delta is not None:
-            self._live_identity.take()
+            self._staging.write_live()
         return delta
 
     def restored(self) -> None:
         """Report that the live weights are, bit for bit, the same as before the last `take`, `take_stream` or `take_delta`."""
-        self._live_identity.restore()
+        self._staging.restore_live()
 
     def lost(self) -> None:
         """Report that the live weights are gone: no delta applies to them, and none is prepared."""
         self.prepare_delta = None
-        self._live_identity.lose()
+        self._staging.lose_live()
 
     def take_previous(self, version: int) -> tuple[int, Mapping[str, torch.Tensor]]:
         """The version that served before `version`, and its tensors as from `take`, valid until `release`.
@@ -191,7 +189,6 @@ class Subscriber(Participant):
         self._staging_thread.join(5.0)
         self._receiver.free_buffer()
         self._staging.close()  # this object may outlive its use
-        self._live_identity.forget_delta()
         self.prepare_delta = None
 
     # -- control thread -------------------------------------------------------------------------------------------------
@@ -234,7 +231,6 @@ class Subscriber(Participant):
         links, self._links, self._receive_session = self._links, None, None
         if links is not None:
             links.close()
-        self._live_identity.forget_delta()
         self._give_stream_up("the connection was closed.")
         self._staging.drop()
 
@@ -246,12 +242,10 @@ class Subscriber(Participant):
     def _aborted(self, version: int) -> None:
         self._give_stream_up("the coordinator aborted it.", version)
         self._staging.abort(version)
-        self._live_identity.forget_delta(version)
         self._clean_up_soon(version)
 
     def _committed(self, version: int) -> None:
         self._staging.commit(version)
-        self._live_identity.commit(version)
         self._clean_up_soon(version)
 
     def _handle(self, message: Message) -> None:
@@ -263,17 +257,19 @@ class Subscriber(Participant):
             self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
 
     def _checked(self, message: Open) -> StageRequest:
-        """Check the offered version against the model and the memory limit. Raises an error if it must be refused."""
+        """Check the offered version, whose tensors were checked when the session connected, against what this rank has room for.
+
+        Raises an error if it must be refused.
+        """
         session = self._receive_session
         if session is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
         deadline, stall_s = Deadline.after(message.deadline_s), message.stall_s
         sent, manifest = session.manifest(message.manifest)
-        restoring, prepare_delta, stream, relay = self._restoring_of(manifest), self.prepare_delta, None, None
-        check_coverage(manifest, self._expectation, part=self.name, specs=restoring.specs)
+        restoring, prepare_delta, stream = self._restoring_of(manifest), self.prepare_delta, None
         if manifest.is_delta:
             self._check_base(manifest, live=prepare_delta is not None)
-        self._live_identity.forget_delta()  # `reserve` drops other versions that are not committed
+        self._staging.forget_prepared()  # `reserve` drops other versions that are not committed
         viewed = manifest.lasting and self._engine.capabilities.views
         if self._in_place and restoring.restores:
             raise ManifestError(
@@ -288,13 +284,11 @@ class Subscriber(Participant):
             self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready), self._live)
         else:
             self._staging.reserve(manifest, viewed=viewed, live=prepare_delta is not None)
-        if session.relayed:
-            relay = Relay(session.relayed, sent, deadline, stall_s, self.name, self.hooks)
-        return StageRequest(manifest, sent, session, deadline, stall_s, viewed, stream, prepare_delta, relay)
+        return StageRequest(manifest, sent, session, deadline, stall_s, viewed, stream, prepare_delta)
 
     def _check_base(self, manifest: Manifest, *, live: bool) -> None:
         """Raise `DeltaBaseError` unless the base of a delta is kept here; for `live` weights, unless they hold the base."""
-        have = self._live_identity.identity if live else self._staging.kept_identity(manifest.plan)
+        have = self._staging.live_identity if live else self._staging.kept_identity(manifest.plan)
         if have != manifest.base_identity:
             raise lacks_base(manifest, self.name, have or "no known version")
         if live:
@@ -346,7 +340,7 @@ class Subscriber(Participant):
             if request.session.name != self.session:
                 raise ClosedError("the connection was closed.", part=self.name)
             stage()
-            self._live_identity.stage(request.manifest)
+            self._staging.note_staged(request.manifest)
         if request.stream is not None and request.viewed:
             self._clean_up(request.manifest.version)
 

@@ -20,8 +20,8 @@ import torch
 from benchmarks.command import Report, as_figures, finish, options_of
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, numbered_device, runtime_of
 from weightlane.sync import LocalShard, TensorSpec
+from weightlane.sync.send.sending_rank import SendMemory
 from weightlane.sync.send.snapshot.places import compact_places
-from weightlane.sync.send.snapshot.send_memory import SendMemory
 from weightlane.sync.send.snapshot.snapshot import Progress, Snapshot
 
 ROUNDS = 7

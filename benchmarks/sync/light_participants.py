@@ -32,7 +32,7 @@ from weightlane.sync.control.messages import (
 from weightlane.sync.control.participant import Participant
 from weightlane.sync.control.rendezvous import Mailbox
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.send.rank_agreement import Interrupt, RankAgreement
+from weightlane.sync.send.rank_agreement import RankAgreement
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import Slicing
 
@@ -174,7 +174,7 @@ class LightPublisher(LightParticipant):
         """[rank 0] Hear what all ranks say of a version, and offer it."""
         assert self._talk is not None
         if len(self.case.trainers) > 1:
-            said = self._talk.collect("digests", version, Deadline.after(LIMIT_S), Interrupt())
+            said = self._talk.collect("digests", version, Deadline.after(LIMIT_S))
             assert said == dict.fromkeys(self.case.trainers, _SAID)
         manifest = _manifest(self.case).as_version(version, "")
         self._tell(Offer(name=self.name, session=self.session, version=version, manifest=manifest.to_offer()))

@@ -52,19 +52,12 @@ class CodecChooser:
         self._counted: tuple[int, int] | None = None
 
     @property
-    def uses_deltas(self) -> bool:
-        """Whether there can be deltas."""
-        return self._policy != CODEC_DENSE
-
-    @property
     def asks_density(self) -> bool:
         """Whether ranks must agree by `by_density` before a version is a delta."""
         return self._policy == "auto"
 
     def choose(self, *, has_base: bool) -> Choice:
         """Choose the codec of the next version. With `auto` a delta is subject to `by_density`."""
-        if not self.uses_deltas:
-            return Choice(CODEC_DENSE, "asked for")
         if not has_base:
             return Choice(CODEC_DENSE, "the receivers have no version that a delta could apply to")
         if self._deltas + 1 >= self._full_every:

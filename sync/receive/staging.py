@@ -1,4 +1,4 @@
-"""`Staging`: holds a rollout rank's staged version until its commit, and the one that serves, whose name `LiveIdentity` has."""
+"""`Staging`: holds a rollout rank's staged version until its commit, and the one that serves."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Staging:
     One slot is filled while the other keeps the version that serves, if the limit allows two. A commit swaps the slots, so that
     memory is never filled while a version is loaded from it or a rollback needs it. A viewed version needs no slot until it
     serves; `clean_up` then copies it into one. A delta is applied to the serving slot, and rolled back if its version is aborted.
+    If the caller can apply deltas to the live weights, a prepared delta is kept instead, and the identity of the live weights,
+    because a delta may only be applied to its base.
 
     Args:
         part: Name of the owner for error messages.
@@ -61,6 +63,13 @@ class Staging:
         """The version that is being loaded."""
         self._committed = -1
         """The version that serves; the serving slot may keep an older one."""
+        self.live_identity = ""
+        """Identity of the publication in the live weights; empty while that is not certain."""
+        self._identity_before = ""
+        self._newest = (-1, "")
+        """Number and identity of the version staged last."""
+        self._prepared: tuple[int, Any] | None = None
+        """Version of the staged delta to the live weights, and the result of `Subscriber.prepare_delta` for it."""
 
     def kept_identity(self, plan: str) -> str:
         """Identity of the kept version; empty if none is kept in the slices of `plan`, or an uncommitted delta is applied."""
@@ -145,6 +154,14 @@ class Staging:
         with self._lock:
             self._viewed = viewed
 
+    def complete_prepared(self, version: int, delta: Any) -> None:
+        """Stage `version`, whose verified `delta` was prepared for the live weights."""
+        self._prepared = version, delta
+
+    def note_staged(self, manifest: Manifest) -> None:
+        """Note that a version is staged, or written into the live weights."""
+        self._newest = manifest.version, manifest.identity
+
     def apply(self, delta: StagedDelta) -> None:
         """Apply `delta` to the kept version to stage its version. Raises `DeltaBaseError` if its base is not kept."""
         with self._lock:
@@ -187,6 +204,7 @@ class Staging:
             for slot in staged:
                 if slot.version == version and slot.manifest is not None:
                     self._taken = version
+                    self.write_live()
                     return slot.manifest, slot.tensors()
             newest = max(slot.version for slot in staged)
             have = f"version {newest}" if newest >= 0 else "nothing"
@@ -195,6 +213,28 @@ class Staging:
             part=self._part,
             hint="Commit a version only after the coordinator reports it staged.",
         )
+
+    def prepared_delta(self, version: int) -> Any | None:
+        """The prepared delta to `version`, if there is one."""
+        return self._prepared[1] if self._prepared is not None and self._prepared[0] == version else None
+
+    def forget_prepared(self, version: int | None = None) -> None:
+        """Free the prepared delta if it is the one to `version`; by default free any."""
+        if self._prepared is not None and version in (None, self._prepared[0]):
+            self._prepared = None
+
+    def write_live(self) -> None:
+        """Note that a version is being written into the live weights."""
+        self.live_identity, self._identity_before = "", self.live_identity
+
+    def restore_live(self) -> None:
+        """Note that the live weights are the same as before they were written to."""
+        self.live_identity = self._identity_before
+
+    def lose_live(self) -> None:
+        """Note that the live weights are gone."""
+        self.live_identity = self._identity_before = ""
+        self.forget_prepared()
 
     def take_previous(self, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
         """The version that served before `version`, as from `take`. Raises `CommitError` if it is not kept."""
@@ -224,6 +264,9 @@ class Staging:
         """
         with self._lock:
             self._committed = version
+            newest, identity = self._newest
+            self.live_identity, self._identity_before = (identity if newest == version else ""), ""
+            self.forget_prepared(version)
             if self._applied_version() == version:
                 self._applied = None
             elif self._viewed is not None and self._viewed.version == version:
@@ -236,6 +279,7 @@ class Staging:
     def abort(self, version: int) -> None:
         """Drop `version`, unless it already serves."""
         with self._lock:
+            self.forget_prepared(version)
             if self._viewed is not None and self._viewed.version == version and self._viewed.committed is None:
                 self._viewed.committed = False
             if self._applied is not None and self._applied.delta.version == version:
@@ -287,6 +331,7 @@ class Staging:
     def drop(self) -> None:
         """Drop staged versions, unless they are being loaded. Keeps the version that serves."""
         with self._lock:
+            self.forget_prepared()
             if self._taken is None or self._taken != self._incoming.version:
                 self._incoming.manifest = None
             if self._taken != self._applied_version():
@@ -297,6 +342,7 @@ class Staging:
     def close(self) -> None:
         """Free all memory. Memory that a caller still holds views of is freed with the last view."""
         with self._lock:
+            self.forget_prepared()
             self._incoming, self._serving, self._viewed, self._applied = self._empty(), self._empty(), None, None
 
     def _empty(self) -> StagingSlot:
@@ -318,52 +364,3 @@ def lacks_base(manifest: Manifest, part: str, have: str) -> DeltaBaseError:
         part=part,
         hint="The coordinator has the version sent in full then.",
     )
-
-
-class LiveIdentity:
-    """The identity of the live weights, because a delta may only be applied to its base."""
-
-    def __init__(self) -> None:
-        self.identity = ""
-        """Identity of the publication in the live weights; empty while that is not certain."""
-        self._identity_before = ""
-        self._staged = (-1, "")
-        """Number and identity of the version staged last."""
-        self._delta: tuple[int, Any] | None = None
-        """Version of the staged delta, and the result of `Subscriber.prepare_delta` for it."""
-
-    def stage(self, manifest: Manifest) -> None:
-        """Note that a version was staged."""
-        self._staged = manifest.version, manifest.identity
-
-    def stage_delta(self, version: int, delta: Any) -> None:
-        """Keep the prepared delta to `version`."""
-        self._delta = version, delta
-
-    def delta(self, version: int) -> Any | None:
-        """The prepared delta to `version`, if there is one."""
-        return self._delta[1] if self._delta is not None and self._delta[0] == version else None
-
-    def forget_delta(self, version: int | None = None) -> None:
-        """Free the prepared delta if it is the one to `version`; by default free any."""
-        if self._delta is not None and version in (None, self._delta[0]):
-            self._delta = None
-
-    def take(self) -> None:
-        """Note that a version is being written into the weights."""
-        self.identity, self._identity_before = "", self.identity
-
-    def lose(self) -> None:
-        """Note that the weights are gone."""
-        self.identity = self._identity_before = ""
-        self.forget_delta()
-
-    def restore(self) -> None:
-        """Note that the weights are the same as before the last `take`."""
-        self.identity = self._identity_before
-
-    def commit(self, version: int) -> None:
-        """Note that `version` serves."""
-        staged, identity = self._staged
-        self.identity, self._identity_before = (identity if staged == version else ""), ""
-        self.forget_delta(version)

@@ -19,13 +19,16 @@ from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from weightlane.plugins import RunHooks
 
 from ..codecs.delta.staged_delta import DeltaDecoding, IncomingDelta, StagedDelta
+from ..send.pipeline import OutgoingBuckets
 from ..version.bucket_checksums import checksum_of, checksum_of_bucket, compare, verify
 from ..version.manifest import Manifest
 from .live_stream import LiveStream
-from .receive_session import ExpectedBucket, ReceiveSession, Relay, Source
+from .receive_session import ExpectedBucket, ReceiveSession, Source
 from .staged_version import ViewedVersion, new_receive_memory
-from .staging import LiveIdentity, Staging
+from .staging import Staging
 
+_EXTRA_PER_HOP = 0.2
+"""Extra time limit per hop from the trainer, as a share of `stall_s`, so that a stalled sender fails before its receiver."""
 _MOST_IN_FLIGHT = 8
 """Most buckets posted to one link at a time: enough to keep the link busy while buckets are verified."""
 _RELEASE_S = 5.0
@@ -50,11 +53,6 @@ class StageRequest:
     """Destination of a version that is committed in place."""
     prepare_delta: Callable[[IncomingDelta], Any] | None = None
     """See `Subscriber.prepare_delta`."""
-    relay: Relay | None = None
-
-    def deadline_of(self, bucket: ExpectedBucket) -> Deadline:
-        """The deadline for `bucket` to arrive."""
-        return self.deadline.within(bucket.source.stall_s(bucket.sender, self.stall_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,6 @@ class VersionReceiver:
         device: torch.device,
         live: DeviceRuntime,
         staging: Staging,
-        live_identity: LiveIdentity,
         hooks: RunHooks,
     ) -> None:
         self._name = name
@@ -91,7 +88,6 @@ class VersionReceiver:
         self._runtime = runtime_of(device)
         self._live = live
         self._staging = staging
-        self._live_identity = live_identity
         self._hooks = hooks
         self._decoding_stream = live.stream_for(self)
         self._device_streams: list[Any] = []
@@ -119,7 +115,7 @@ class VersionReceiver:
             delta = self._receive_delta(request)
             if request.prepare_delta is None:
                 return partial(staging.apply, delta)
-            return partial(self._live_identity.stage_delta, manifest.version, delta)
+            return partial(staging.complete_prepared, manifest.version, delta)
         if request.viewed:
             views: dict[int, torch.Tensor] = {}
             self._transfer(request, BucketSink(lambda _: None, lambda each, data: views.update({each.index: data})))
@@ -166,8 +162,8 @@ class VersionReceiver:
         return decoding.result()
 
     def _transfer(self, request: StageRequest, sink: BucketSink) -> None:
-        """Receive every bucket of a version, verify its checksum, and pass it to the relay and to `sink`."""
-        sources, relay = request.session.sources, request.relay
+        """Receive every bucket of a version, verify its checksum, relay it, and pass it to `sink`."""
+        sources = request.session.sources
         self._wait_until_idle(request.deadline)
         transfer = _VersionTransfer(request, sink, self._name, self._runtime, self._hooks)
         self._device_streams += [self._runtime.stream_for(self) for _ in sources[len(self._device_streams) :]]
@@ -175,15 +171,13 @@ class VersionReceiver:
             (source.hops, partial(transfer.receive_from, source, stream))
             for source, stream in zip(sources, self._device_streams, strict=False)
         ]
-        if relay is not None:
-            for lanes in request.session.relayed:
-                receivers = dict.fromkeys(name for to in lanes.values() for name in to.receivers)
-                tasks.append((receivers, partial(relay.send, lanes)))
+        for buckets in transfer.relayed:
+            receivers = dict.fromkeys(name for to in buckets.values() for name in to.receivers)
+            tasks.append((receivers, partial(transfer.outgoing.send, buckets)))
         try:
             self._run(tasks, request.deadline)
         except Exception as error:
-            if relay is not None:
-                relay.give_up(error)
+            transfer.outgoing.give_up(error)
             raise
         transfer.verify_remaining()
 
@@ -251,6 +245,10 @@ class _ReceivedBucket:
 class _VersionTransfer:
     """The transfer of one version. Each link has its own thread; see `VersionReceiver` for the arguments.
 
+    A verified bucket that others need is relayed from the memory that it is in. Receiving never waits for that, and each link
+    sends the buckets of its lanes in order. A slow receiver therefore delays only the receivers after it in the route, and no two
+    ranks wait for each other.
+
     The checksums of a stored version are in one message, sent once every bucket is stored. Buckets are hashed on arrival and
     compared once the message has arrived, unless the sink needs verified buckets.
     """
@@ -264,6 +262,16 @@ class _VersionTransfer:
         """The stored checksums; None until they are needed."""
         self._remaining: list[tuple[ExpectedBucket, str]] = []
         """Buckets that are not compared yet, with the checksums of their received bytes."""
+        self.outgoing = OutgoingBuckets(
+            request.manifest.version, request.deadline, request.stall_s, name, self._on_relayed
+        )
+        """Verified buckets that this rank relays."""
+        self.relayed = [
+            {index: to for lane, to in lanes.items() for index in request.sent.buckets_of(lane)}
+            for lanes in request.session.relayed
+        ]
+        """For each link on which this rank relays, the destinations of the buckets, by index in the version as sent."""
+        self._is_relayed = {index for buckets in self.relayed for index in buckets}
         if sink.needs_verified:
             self._wait_for_stored()
 
@@ -284,7 +292,7 @@ class _VersionTransfer:
 
     def _viewed(self, expected: ExpectedBucket) -> _ReceivedBucket:
         link, started, version = expected.source.link, time.perf_counter(), self._request.manifest.version
-        deadline = self._request.deadline_of(expected)
+        deadline = self._deadline_of(expected)
         data, checksum = link.view(version, expected.sent_as, expected.nbytes, expected.sender, deadline)
         return _ReceivedBucket(expected, data, checksum, started)
 
@@ -292,23 +300,32 @@ class _VersionTransfer:
         link, started, sent, index = expected.source.link, time.perf_counter(), self._request.sent, expected.sent_as
         after = self._runtime.record_event()
         bucket = Bucket(sent.version, index, memory, after, turn=expected.turn, part=sent.part(index))
-        checksum = link.post(bucket, expected.sender, self._request.deadline_of(expected))
+        checksum = link.post(bucket, expected.sender, self._deadline_of(expected))
         return _ReceivedBucket(expected, memory, checksum, started)
 
     def _finish_oldest(self, in_flight: deque[_ReceivedBucket]) -> None:
         expected = in_flight[0].expected
-        expected.source.link.flush(self._request.deadline_of(expected), len(in_flight) - 1)
+        expected.source.link.flush(self._deadline_of(expected), len(in_flight) - 1)
         self._on_bucket(in_flight.popleft())
 
     def _on_bucket(self, received: _ReceivedBucket) -> None:
-        """Verify a bucket, then pass it to the relay, the observers and the sink."""
-        expected, data, relay = received.expected, received.data, self._request.relay
+        """Verify a bucket, then relay it, and pass it to the observers and the sink."""
+        expected, data, version = received.expected, received.data, self._request.manifest.version
         self._verify(received)
-        if relay is not None:
-            relay.on_bucket(expected.sent_as, data, received.checksum)
+        if expected.sent_as in self._is_relayed:
+            self.outgoing.put(Bucket(version, expected.sent_as, data), received.checksum)
         facts = {"seconds": time.perf_counter() - received.started, "nbytes": data.numel(), "participant": self._name}
-        self._hooks.bucket_received(version=self._request.manifest.version, index=expected.sent_as, facts=facts)
+        self._hooks.bucket_received(version=version, index=expected.sent_as, facts=facts)
         self._sink.on_bucket(expected, data)
+
+    def _on_relayed(self, version: int, index: int, nbytes: int, seconds: float) -> None:
+        facts = {"seconds": seconds, "nbytes": nbytes, "participant": self._name, "relayed": True}
+        self._hooks.bucket_sent(version=version, index=index, facts=facts)
+
+    def _deadline_of(self, bucket: ExpectedBucket) -> Deadline:
+        """The deadline for `bucket` to arrive."""
+        hops = bucket.source.hops[bucket.sender]
+        return self._request.deadline.within(self._request.stall_s * (1 + _EXTRA_PER_HOP * hops))
 
     def _wait_for_stored(self) -> None:
         if self._stored is not None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, SenderLink
+import torch
+
+from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, ProtocolError, SenderLink
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
@@ -18,12 +22,18 @@ from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from ..plan.session_plan import SessionPlan
 from ..version.bucket_checksums import CHECKSUMS_FILE, StoredChecksums, checksum_of, checksums_document
 from ..version.manifest import Manifest
+from ..version.packing import CopyTable, copy_runs, gather_runs, scatter_runs
 from ..version.safetensors_files import version_files
-from .bucket_source import BucketSource
+from .sending_rank import PACKING_BUFFERS, PackingBuffers
+from .shard_gather import ShardGather
+from .snapshot.snapshot import Progress
 
 _PART = "send pipeline"
-_MOST_IN_FLIGHT = 8
+MOST_IN_FLIGHT = 8
 """Most buckets in flight if they are views of a snapshot. They need no extra memory, and keep a link with high latency busy."""
+_MESSAGE_BYTES = 1 << 20
+"""Bytes of a bucket that one message between trainer ranks covers, a multiple of any alignment. It limits the memory needed
+besides snapshots and buckets."""
 _KEPT_CHECKSUMS = 2
 """Number of newest versions whose checksums are kept: the one before the last may still be committed."""
 
@@ -53,53 +63,187 @@ def destinations_of(rank: str, planned: SessionPlan, senders: Mapping[int, Sende
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadyBucket:
-    """A bucket that can be sent."""
-
-    bucket: Bucket
-    to: Destination
-    checksum: str
-
-
-class BucketsInFlight:
-    """Buckets that a rank's links are sending. Used by one thread.
+class BucketSource:
+    """The buckets of one version: views of this rank's memory where the bytes lie there as in the stream, else packed.
 
     Args:
-        deadline: Limit for all buckets.
-        stall_s: Longest time for one bucket, in seconds.
-        on_sent: Called for each bucket when its memory may be overwritten.
+        memory: The bytes that this rank sends, 1-D uint8: its snapshot, or its segments of a delta.
+        progress: Progress of the snapshot; None if all bytes are final.
+        deadline: Limit for all waits for bytes.
+        manifest: The version, with the windows of its buckets.
+        tables: Copies from the memory to the stream; with `gather`, those of every rank, by rank.
+        buffers: Memory to pack into; allocated when a bucket is packed.
+        gather: Brings the bytes of the other ranks to rank 0; None if this rank has all bytes of its buckets.
     """
 
-    def __init__(self, deadline: Deadline, stall_s: float, on_sent: OnSent | None = None) -> None:
-        self._deadline = deadline
-        self._stall_s = stall_s
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        progress: Progress | None,
+        deadline: Deadline,
+        manifest: Manifest,
+        tables: Sequence[CopyTable],
+        buffers: PackingBuffers,
+        gather: ShardGather | None = None,
+    ) -> None:
+        self._memory, self._progress, self._deadline = memory, progress, deadline
+        self._manifest, self._tables, self._buffers, self._gather = manifest, tables, buffers, gather
+        self._packed = 0
+        self.packing_buffers: int | None = None
+        """Number of buffers that buckets are packed into in turn: the bytes of older buckets are overwritten. None until a bucket
+        has to be packed."""
+
+    def _wait(self, until_bytes: int) -> None:
+        if self._progress is not None:
+            self._progress.wait(until_bytes, self._deadline)
+
+    def bucket(self, index: int) -> torch.Tensor:
+        """Wait for the bytes of bucket `index` and return them (1-D uint8); the device may still be writing them."""
+        start, stop = self._manifest.window(index)
+        memory, own = self._memory, self._tables[0]
+        if start == stop:
+            return memory[:0]
+        window = own.window(start, stop)
+        self._wait(window.snapshot_end)
+        if self._gather is None and (at := window.place(start, stop, memory.numel())) is not None:
+            return memory[at : at + stop - start]
+        if self._manifest.lasting:
+            raise ProtocolError(
+                f"receivers shall read bucket {index} in place, and it does not lie in the snapshot.", part="send"
+            )
+        self.packing_buffers = PACKING_BUFFERS
+        buffers = self._buffers.of(self._manifest.largest_bucket_bytes)
+        data = buffers[self._packed % len(buffers)][: stop - start]
+        self._packed += 1
+        copy_runs(memory, own, start, stop, data)
+        if self._gather is not None:
+            self._add_other_ranks(self._gather, start, stop, data)
+        return data
+
+    def _add_other_ranks(self, gather: ShardGather, start: int, stop: int, data: torch.Tensor) -> None:
+        for rank, table in enumerate(self._tables[1:], 1):
+            for low, high in _messages(start, stop):
+                if nbytes := table.bytes_within(low, high):
+                    packed = gather.receive(rank, nbytes, self._deadline)
+                    scatter_runs(packed, table, low, high, data[low - start : high - start])
+
+    def give(self, gather: ShardGather, rank: int) -> int:
+        """[other ranks] Send this rank's bytes of every bucket to rank 0. Returns their number."""
+        table, total = self._tables[rank], 0
+        for index in range(self._manifest.bucket_count):
+            for low, high in _messages(*self._manifest.window(index)):
+                if nbytes := table.bytes_within(low, high):
+                    self._wait(table.snapshot_end(low, high))
+                    packed = gather_runs(self._memory, table, low, high, gather.room(nbytes))
+                    gather.give(packed, self._deadline)
+                    total += nbytes
+        return total
+
+
+def _messages(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Divide the window from `start` to `stop` into one window for each message between trainer ranks."""
+    for low in range(start, stop, _MESSAGE_BYTES):
+        yield low, min(low + _MESSAGE_BYTES, stop)
+
+
+class OutgoingBuckets:
+    """Buckets of one version that some threads make ready, and others send, each of these over links of its own. Thread-safe.
+
+    Args:
+        version: The version.
+        deadline: Limit for the full version.
+        stall_s: Longest time for one bucket, in seconds.
+        part: The sending participant, for errors.
+        on_sent: Called for each bucket when its memory may be overwritten.
+        turn: Held during calls of a link.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        deadline: Deadline,
+        stall_s: float,
+        part: str,
+        on_sent: OnSent | None = None,
+        turn: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self._version, self._deadline, self._stall_s, self._part = version, deadline, stall_s, part
         self._on_sent = on_sent
-        self._in_flight: deque[tuple[Bucket, SenderLink, float]] = deque()
-        self._count: Counter[SenderLink] = Counter()
+        self._turn = turn or nullcontext()
+        self._changed = threading.Condition()
+        self._ready: dict[int, tuple[Bucket, str]] = {}
+        """Buckets to be sent, with their checksums, by index."""
+        self._unsent = 0
+        """Number of buckets that are ready or in flight."""
+        self._error: BaseException | None = None
 
-    def __len__(self) -> int:
-        return len(self._in_flight)
+    def wait_for_room(self, most: int) -> None:
+        """Wait until fewer than `most` buckets are ready or in flight. Raises the error with which sending has failed."""
+        with self._changed:
+            limit_s = self._deadline.remaining_s + GRACE_S
+            self._changed.wait_for(lambda: self._unsent < most or self._error is not None, limit_s)
+            if self._error is not None:
+                raise self._error
+            if self._unsent >= most:
+                raise self._deadline.error("the engine to send a bucket", part=self._part, hint=HINT)
 
-    def post(self, bucket: Bucket, to: Destination, checksum: str) -> None:
-        """Begin to send a bucket. Raises the link's error."""
-        to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), checksum)
-        self._in_flight.append((bucket, to.link, time.perf_counter()))
-        self._count[to.link] += 1
+    def put(self, bucket: Bucket, checksum: str) -> None:
+        """Add a bucket that can be sent; its bytes must stay unchanged until then."""
+        with self._changed:
+            self._ready[bucket.index] = bucket, checksum
+            self._unsent += 1
+            self._changed.notify_all()
 
-    def end_oldest(self) -> None:
-        """Wait until the oldest bucket is sent. Raises the link's error."""
-        bucket, link, started = self._in_flight[0]
-        link.flush(self._deadline.within(self._stall_s), self._count[link] - 1)
-        self._count[link] -= 1
-        self._in_flight.popleft()
+    def give_up(self, error: BaseException) -> None:
+        """Make `send` raise `error` once the buckets in flight are sent, since no further one will be ready."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def send(self, destinations: Mapping[int, Destination]) -> None:
+        """Send these buckets, in this order. While the next is not ready, flush those in flight.
+
+        Raises the engine's error, or the one given to `give_up`.
+        """
+        in_flight: deque[tuple[Bucket, SenderLink, float]] = deque()
+        try:
+            for index, to in destinations.items():
+                while in_flight and (len(in_flight) >= MOST_IN_FLIGHT or not self._is_ready(index)):
+                    self._end_oldest(in_flight)
+                bucket, checksum = self._take(index)
+                with self._turn:
+                    to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), checksum)
+                in_flight.append((bucket, to.link, time.perf_counter()))
+            while in_flight:
+                self._end_oldest(in_flight)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def _end_oldest(self, in_flight: deque[tuple[Bucket, SenderLink, float]]) -> None:
+        bucket, link, started = in_flight[0]
+        pending = sum(other is link for _, other, _ in in_flight) - 1
+        with self._turn:
+            link.flush(self._deadline.within(self._stall_s), pending)
+        in_flight.popleft()
         if self._on_sent is not None:
             self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
+        with self._changed:
+            self._unsent -= 1
+            self._changed.notify_all()
 
-    def end_all(self) -> None:
-        """Wait until all buckets are sent. Raises the links' errors."""
-        while self._in_flight:
-            self.end_oldest()
+    def _is_ready(self, index: int) -> bool:
+        with self._changed:
+            return index in self._ready and self._error is None
+
+    def _take(self, index: int) -> tuple[Bucket, str]:
+        with self._changed:
+            self._changed.wait_for(lambda: index in self._ready or self._error is not None, self._deadline.remaining_s)
+            if self._error is not None:
+                raise self._error
+            if index not in self._ready:
+                raise self._deadline.error(f"bucket {index} of version {self._version}", part=self._part)
+            return self._ready.pop(index)
 
 
 class SendPipeline:
@@ -137,7 +281,7 @@ class SendPipeline:
         source: BucketSource,
         destinations: Mapping[int, Destination],
         deadline: Deadline,
-        stall_s: float = float("inf"),
+        stall_s: float,
     ) -> int:
         """Checksum and send buckets of `manifest`, in the order of `destinations`. Returns the bytes sent.
 
@@ -154,27 +298,24 @@ class SendPipeline:
             WeightlaneError: The engine or the source has failed.
         """
         version, stored = manifest.version, _is_stored(manifest)
-        queue = _ReadyQueue()
-        sending = self.sending = self._thread.submit(self._send, queue, manifest, deadline, stall_s)
+        wanted = {index: to for index, to in destinations.items() if to.receivers or stored}
+        outgoing = OutgoingBuckets(version, deadline, stall_s, _PART, self._on_sent, self._turn)
+        sending = self.sending = self._thread.submit(self._send, outgoing, manifest, wanted, deadline)
         checksums: list[str] = []
         total = 0
         try:
-            for index, to in destinations.items():
-                if not to.receivers and not stored:
-                    continue
-                if not queue.has_room(source.packing_buffers or _MOST_IN_FLIGHT, deadline):
-                    break  # `result_of` below raises why
+            for index in wanted:
+                outgoing.wait_for_room(source.packing_buffers or MOST_IN_FLIGHT)
                 data = source.bucket(index)
                 checksum = checksum_of(data) if manifest.checksummed else ""
                 checksums.append(checksum)
                 after = self._runtime.record_event()
                 bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
-                queue.put(_ReadyBucket(bucket, to, checksum))
+                outgoing.put(bucket, checksum)
                 total += data.numel()
-        except BaseException:
-            queue.end(complete=False)
+        except BaseException as error:
+            outgoing.give_up(error)
             raise
-        queue.end(complete=True)
         result_of(sending, deadline, f"the engine to send version {version}", _PART)
         if manifest.checksummed and self._stored_checksums is not None:
             self._stored_checksums.put(version, checksums)
@@ -184,30 +325,19 @@ class SendPipeline:
                     del self._checksums[next(iter(self._checksums))]
         return total
 
-    def _send(self, queue: _ReadyQueue, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
-        """[pipeline's thread] Send ready buckets until there are no more. While none is ready, flush the buckets in flight."""
-        in_flight = BucketsInFlight(deadline, stall_s, self._on_sent)
-        what = f"the next bucket of version {manifest.version} to be ready"
-        try:
-            if _is_stored(manifest):
-                (link,) = self._links
+    def _send(
+        self, outgoing: OutgoingBuckets, manifest: Manifest, wanted: Mapping[int, Destination], deadline: Deadline
+    ) -> None:
+        """[pipeline's thread] Send the buckets as they become ready."""
+        if _is_stored(manifest):
+            (link,) = self._links
+            try:
                 with self._turn:
                     link.open_version(version_files(manifest), deadline)
-            while True:
-                is_full = len(in_flight) >= queue.most
-                ready = None if is_full else queue.take(wait_by=None if in_flight else deadline, what=what)
-                if ready is not None:
-                    with self._turn:
-                        in_flight.post(ready.bucket, ready.to, ready.checksum)
-                elif in_flight:
-                    with self._turn:
-                        in_flight.end_oldest()
-                    queue.sent_one()
-                else:
-                    return
-        except BaseException:
-            queue.fail()
-            raise
+            except BaseException as error:
+                outgoing.give_up(error)
+                raise
+        outgoing.send(wanted)
 
     def committing(self, version: int) -> Callable[[int, Deadline], None]:
         """The call that commits `version`, which serves, in a store; later versions may be sent before it. See `_commit`."""
@@ -257,69 +387,6 @@ class SendPipeline:
     def close(self) -> None:
         """Let the sending thread end; the owner closes the links. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-class _ReadyQueue:
-    """Queue of buckets that the calling thread adds and the pipeline's thread sends."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._ready: deque[_ReadyBucket] = deque()
-        self._unsent = 0
-        """Number of buckets that are ready or in flight."""
-        self._ended = False
-        self._failed = False
-        self.most = 1
-        """Most buckets in flight."""
-
-    def has_room(self, most: int, deadline: Deadline) -> bool:
-        """[caller] Wait until fewer than `most` buckets are ready or in flight; False if sending has failed."""
-        with self._changed:
-            self.most = most
-            self._changed.wait_for(lambda: self._unsent < most or self._failed, deadline.remaining_s + GRACE_S)
-            if self._unsent >= most and not self._failed:
-                raise deadline.error("the engine to send a bucket", part=_PART, hint=HINT)
-            return not self._failed
-
-    def put(self, ready: _ReadyBucket) -> None:
-        """[caller] Add a bucket."""
-        with self._changed:
-            self._ready.append(ready)
-            self._unsent += 1
-            self._changed.notify_all()
-
-    def end(self, *, complete: bool) -> None:
-        """[caller] Add no more buckets; unless the version is `complete`, drop the ready ones."""
-        with self._changed:
-            self._ended = True
-            if not complete:
-                self._ready.clear()
-            self._changed.notify_all()
-
-    def take(self, *, wait_by: Deadline | None, what: str) -> _ReadyBucket | None:
-        """[pipeline] Take the next bucket. Without `wait_by`, returns None if none is ready.
-
-        With `wait_by`, waits for one: returns None if no more will be added, and raises `DeadlineExceededError` if none is ready
-        by then.
-        """
-        with self._changed:
-            if wait_by is not None:
-                timeout_s = wait_by.remaining_s + GRACE_S
-                if not self._changed.wait_for(lambda: self._ready or self._ended, timeout_s):
-                    raise wait_by.error(what, part=_PART)
-            return self._ready.popleft() if self._ready else None
-
-    def sent_one(self) -> None:
-        """[pipeline] Note that the oldest bucket in flight is sent."""
-        with self._changed:
-            self._unsent -= 1
-            self._changed.notify_all()
-
-    def fail(self) -> None:
-        """[pipeline] Note that sending has failed, so that no more buckets are added."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
 
 
 def _is_stored(manifest: Manifest) -> bool:

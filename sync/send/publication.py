@@ -1,273 +1,399 @@
-"""`PublicationQueue`: decides which `Publication` (a call of `publish`) is copied, offered or sent next, in which session."""
+"""`Publication`: one published version, from its snapshot to the receivers that accept it.
+
+`SendSession`: a trainer rank's end of one session, which sends directly to rollout ranks, or through rank 0 to a store.
+"""
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from weightlane.ckpt_engines import WeightlaneError
+import torch
+
+from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
 
 from ..codecs.codec_choice import Choice
-from ..codecs.delta.encoding import RankDelta
+from ..codecs.delta.encoding import RankDelta, delta_manifest, delta_tables
 from ..codecs.delta.format import TooDense
-from ..control.messages import Go
-from ..version.manifest import CODEC_DELTA, CODEC_DENSE
-from .rank_agreement import Interrupt
-from .send_session import SendSession
-from .snapshot.send_memory import DeltaBase, SnapshotSlot, SnapshotSlots
+from ..control.engine_links import EngineLinks
+from ..control.messages import Connect, Go, Offer, Sent
+from ..control.rendezvous import Rendezvous
+from ..plan.session_plan import PlanExchange, SessionPlan
+from ..version.bucket_checksums import StoredChecksums
+from ..version.manifest import CODEC_DELTA, CODEC_DENSE, Manifest
+from ..version.manifest_message import DeltaSegment
+from ..version.packing import CopyTable, SnapshotSlice, StridedCopy, snapshot_slices
+from .pipeline import BucketSource, Destination, SendPipeline, destinations_of
+from .rank_agreement import (
+    DELTAS,
+    DENSITIES,
+    DIGESTS,
+    MAGNITUDES,
+    RankAgreement,
+    all_segments,
+    change_from_plain,
+    change_to_plain,
+    digests_from_plain,
+    magnitudes_from_plain,
+    magnitudes_to_plain,
+)
+from .sending_rank import DeltaBase, SendingRank, SnapshotSlot
+from .shard_gather import ShardGather
 from .snapshot.snapshot import PendingBlocks, Progress
 
 
-@dataclass(slots=True, eq=False)
-class Publication:
-    """A published version. Only the publisher's own threads change its fields."""
+class SendSession:
+    """A trainer rank's end of one session. Opened on one thread, connected on another, closed from any.
 
-    version: int
-    identity: str
-    """See `Manifest.identity`."""
-    mark: Any
-    """See `Snapshot.mark`."""
-    progress: Progress
-    """Progress of the snapshot."""
-    number: int
-    """Its number among all publications of this publisher."""
-    superseded: Interrupt = field(default_factory=Interrupt)
-    """Set once it will not be sent any more: a newer one replaces it, or its snapshot has failed."""
-    choice: Choice = field(default_factory=lambda: Choice(CODEC_DENSE, "not chosen yet"))
-    """The codec it is sent with."""
-    slot: SnapshotSlot | None = None
-    """The memory of its snapshot; None until the snapshot has begun."""
-    base: DeltaBase | None = None
-    """The version that a delta applies to."""
-    delta: RankDelta | None = None
-    """This rank's segments of the delta; None until they are encoded."""
-    encoded_for: str = ""
-    """Digest of the plan of the session in which `delta` was encoded."""
-    pending_blocks: PendingBlocks = field(default_factory=PendingBlocks)
-    """Results of quantising that are not in the snapshot's memory."""
-    is_complete: bool = False
-    """Whether blocks that are divided between ranks are quantised, too."""
-    digests: dict[int, str] = field(default_factory=dict)
-    """Digests of slices that other ranks hold as well; see `weightlane.sync.send.rank_agreement`."""
+    Attributes:
+        name: The session.
+        layout: The stream of full versions; set once connected.
+        parts: The parts of this rank's snapshot in that stream; set once connected.
+        pipeline: Sends buckets; None until connected, and on a rank that sends its bytes to rank 0.
+        agreement: Exchanges values with the other trainer ranks; None until connected, and if there is one rank only.
+    """
+
+    layout: Manifest
+    parts: Sequence[SnapshotSlice]
+
+    def __init__(self, rank: SendingRank, name: str) -> None:
+        self.name = name
+        self.pipeline: SendPipeline | None = None
+        self.agreement: RankAgreement | None = None
+        self._rank = rank
+        self._closed = False
+        self._links = EngineLinks(rank.name, rank.engine, rank.device)
+        self._lanes: dict[int, Destination] = {}
+        self._tables: list[CopyTable] = []
+        """The copies from each rank's snapshot to the stream, by rank, if rank 0 gathers; else those of this rank alone."""
+        self._gather: ShardGather | None = None
+
+    def connect(self, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
+        """Connect to the receivers and the other trainer ranks. Returns the session's plan.
+
+        Raises the error that prevents the connection, or `ClosedError` if the session is closed in the meantime.
+        """
+        try:
+            return self._connect(rendezvous, message, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
+        rank, publishers = self._rank, message.publishers
+        if not rank.alone:
+            self.agreement = RankAgreement(rendezvous.mailbox(f"agreement/{self.name}"), publishers, rank.number)
+        exchange, supply = PlanExchange(rendezvous.mailbox(f"plan/{self.name}")), rank.supply_of(publishers)
+        if rank.number == 0:
+            exchange.supply(supply)
+        planned = SessionPlan.of(supply, exchange.needed(message.needs, supply, deadline), rank.engine.capabilities)
+        self.layout, regions = planned.layout, planned.layout.regions
+        self.parts = snapshot_slices(rank.slices, rank.offsets, regions)
+        if not rank.gathers:
+            self._tables = [CopyTable.of(self.parts, self.layout)]
+        else:
+            self._tables = [CopyTable.of(parts, self.layout) for parts in rank.parts_of_all(regions)]
+            self._gather = ShardGather.connect(
+                rendezvous, self.name, publishers, rank.number, self.layout, rank.device, deadline
+            )
+        self._links.connect(rendezvous, self.name, planned, deadline)
+        if not rank.gathers or rank.number == 0:
+            checksums = StoredChecksums(rendezvous.mailbox(f"checksums/{self.name}")) if rank.stores else None
+            links = list(self._links.senders.values())
+            self.pipeline = SendPipeline(links, rank.runtime, checksums, rank.bucket_sent)
+        for lanes in destinations_of(rank.name, planned, self._links.senders):
+            self._lanes |= lanes
+        if self._closed:  # `close` may have run before the pipeline or the links existed
+            raise ClosedError("the connection was closed while connecting.", part=rank.name)
+        return planned
+
+    def send(
+        self,
+        manifest: Manifest,
+        segments: Sequence[Sequence[DeltaSegment]],
+        memory: torch.Tensor,
+        progress: Progress | None,
+        deadline: Deadline,
+        go: Go,
+    ) -> int:
+        """Send this rank's bytes of a version as `go` requests. Returns their number. Raises the engine's error.
+
+        Args:
+            manifest: The version, as it was offered.
+            segments: The segments of every rank in rank order, for a delta; empty for a dense version.
+            memory: The rank's bytes, 1-D uint8.
+            progress: Progress of the snapshot in `memory`; None if all bytes are final.
+            deadline: Limit for all waits for bytes, and for sending.
+            go: Names the rollout ranks that accepted the version.
+        """
+        accepted, tables, rank = set(go.receivers), self._tables, self._rank
+        if manifest.is_delta:
+            tables = [self._delta_table(manifest)] if self._gather is None else delta_tables(segments)
+        source = BucketSource(memory, progress, deadline, manifest, tables, rank.buffers, self._gather)
+        if self._gather is not None and rank.number != 0:
+            return source.give(self._gather, rank.number)
+        assert self.pipeline is not None, "connected"
+        destinations: dict[int, Destination] = {}
+        for lane, to in sorted(self._lanes.items()):
+            # Receivers can join a store's session later, so the plan does not name all of them.
+            accepting = go.receivers if rank.stores else [name for name in to.receivers if name in accepted]
+            destinations |= dict.fromkeys(manifest.buckets_of(lane), replace(to, receivers=accepting))
+        return self.pipeline.send_version(manifest, source, destinations, deadline, go.stall_s)
+
+    def _delta_table(self, manifest: Manifest) -> CopyTable:
+        """Copies of the segments of this rank's lanes, which lie back to back in its memory, to their places in the delta."""
+        copies, offset = [], 0
+        for lane in sorted(self._lanes):
+            start, stop = manifest.bounds_of(lane)
+            if start < stop:
+                copies.append(StridedCopy.run(start, offset, stop - start))
+            offset += stop - start
+        return CopyTable(copies)
+
+    def close(self) -> None:
+        """Leave the session: its pending waits raise `ClosedError`. The links stay open until `close_links`. Idempotent."""
+        self._closed = True
+        for part in (self.pipeline, self.agreement, self._gather):
+            if part is not None:
+                part.close()
+
+    def close_links(self) -> None:
+        """Close the links, once no commit in a store needs them any more. Idempotent, never raises."""
+        self._links.close()
+
+
+class Publication:
+    """A version that one trainer rank publishes.
+
+    Args:
+        rank: The trainer rank.
+        version: The version.
+        number: Its number among all publications of this publisher.
+        identity: See `Manifest.identity`.
+    """
+
+    def __init__(self, rank: SendingRank, version: int, number: int, identity: str) -> None:
+        self.version, self.identity = version, identity
+        self.progress = Progress(f"the snapshot of version {version}", rank.name)
+        """Progress of the snapshot."""
+        self.is_superseded = False
+        """Whether it will not be sent any more: a newer one replaces it, or its snapshot has failed."""
+        self.slot: SnapshotSlot | None = None
+        """The memory of its snapshot; None until the snapshot has begun."""
+        self._rank, self._number = rank, number
+        self._mark: Any = rank.snapshot.mark()
+        """See `Snapshot.mark`."""
+        self._choice = Choice(CODEC_DENSE, "asked for")
+        """The codec it is sent with."""
+        self._base: DeltaBase | None = None
+        """The version that a delta applies to."""
+        self._delta: RankDelta | None = None
+        """This rank's segments of the delta; None until they are encoded."""
+        self._encoded_for = ""
+        """Digest of the plan of the session in which `_delta` was encoded."""
+        self._pending_blocks = PendingBlocks()
+        """Results of quantising that are not in the snapshot's memory."""
+        self._is_complete = False
+        """Whether blocks that are divided between ranks are quantised, too."""
+        self._digests: dict[int, str] = {}
+        """Digests of slices that other ranks hold as well; see `weightlane.sync.send.rank_agreement`."""
 
     @property
     def is_delta(self) -> bool:
         """Whether it is sent as a delta."""
-        return self.choice.codec == CODEC_DELTA
+        return self._choice.codec == CODEC_DELTA
 
     def send_in_full(self, why: str | TooDense) -> None:
         """Send the version dense instead of as a delta, for the reason `why`."""
-        self.choice = Choice(CODEC_DENSE, str(why))
+        self._choice = Choice(CODEC_DENSE, str(why))
 
-    def fail(self, error: WeightlaneError) -> None:
-        """Fail the publication because its snapshot has failed: the fence raises `error`."""
-        self.progress.fail(error)
-        self.superseded.set()
+    # -- snapshot thread --------------------------------------------------------------------------------------------------
 
+    def begin_snapshot(self, slot: SnapshotSlot, *, everything: bool) -> None:
+        """Choose the memory and the codec, and digest the slices due now that other ranks hold as well, or `everything`."""
+        rank = self._rank
+        self.progress.begin()
+        self._base = rank.slots.base
+        if rank.chooser is not None:
+            self._choice = rank.chooser.choose(has_base=self._base is not None)
+        if rank.replicated is not None:  # while no parameter changes
+            with rank.snapshot.reading(self._mark):
+                self._digests = rank.replicated.digests(self._number, everything=everything)
+        self.slot = slot
 
-class PublicationQueue:
-    """The publications of one publisher, and the session they are sent in. Thread-safe.
+    def take_snapshot(self) -> None:
+        """Take the snapshot. Raises the error."""
+        assert self.slot is not None, "its snapshot has begun"
+        snapshot = self._rank.snapshot
+        snapshot.take(self.slot.memory.data, self._mark, self.progress, self._pending_blocks)
+        facts = {"seconds": self.progress.seconds, "nbytes": snapshot.nbytes, "participant": self._rank.name}
+        self._rank.hooks.snapshot_taken(version=self.version, facts=facts)
 
-    One publication is current: it is offered in the session, and sent when the coordinator's `Go` arrives. The newest publication
-    replaces the current one as soon as that is not being sent; until then it waits. A newer one supersedes a waiting one.
+    # -- send thread ------------------------------------------------------------------------------------------------------
 
-    Args:
-        slots: The memory of snapshots.
-        uses_deltas: Whether versions may be deltas. A snapshot then waits until the version before is committed or aborted.
-        closed: Set when the publisher closes; `wake` must follow.
-    """
+    def offer(self, session: SendSession) -> Offer | None:
+        """Prepare to be offered, and exchange with the other trainer ranks what they need for it.
 
-    def __init__(self, slots: SnapshotSlots, *, uses_deltas: bool, closed: threading.Event) -> None:
-        self._slots = slots
-        self._uses_deltas = uses_deltas
-        self._closed = closed
-        self._changed = threading.Condition()
-        self._waiting: Publication | None = None
-        self._current: Publication | None = None
-        self._unsent = -1
-        self._session: SendSession | None = None
-        self._ready_session = ""
-        """Name of the session whose connection is up."""
-        self._offered = False
-        """Whether the current publication was offered in the session."""
-        self._go: Go | None = None
-        self._sending = False
-        self._undecided = -1
-        """The sent version that is neither committed nor aborted yet; -1 if there is none."""
-        self._decided_by = 0.0
-        """Time on the monotonic clock until which a snapshot may wait for the outcome of `_undecided`."""
-        self.proven = False
-        """Whether the newest version with a known outcome was committed."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the publisher is closed."""
-        return self._closed.is_set()
-
-    @property
-    def busy(self) -> bool:
-        """Whether the newest published version is neither sent nor aborted yet."""
-        return self._unsent >= 0
-
-    @property
-    def session(self) -> SendSession | None:
-        """The open session, if any; it may not be connected yet."""
-        return self._session
-
-    def wake(self) -> None:
-        """Make every waiting thread check again whether it has work, or the publisher is closed."""
-        with self._changed:
-            self._changed.notify_all()
-
-    # -- the training's thread ------------------------------------------------------------------------------------------
-
-    def put(self, publication: Publication) -> Publication | None:
-        """Add the newest publication. Returns the waiting one that it supersedes, whose snapshot has not begun."""
-        with self._changed:
-            superseded, self._waiting = self._waiting, publication
-            self._unsent = publication.version
-            if self._current is not None and self._current.progress.error is not None:
-                self._current = (
-                    None  # its failure does not matter any more, and the new one may have the same version number
-                )
-            self._changed.notify_all()
-        return superseded
-
-    # -- control thread -------------------------------------------------------------------------------------------------
-
-    def open_session(self, session: SendSession) -> None:
-        """Begin a session, which will be connected later."""
-        with self._changed:
-            self._session = session
-
-    def session_ready(self, name: str) -> None:
-        """Have the current publication offered in the session `name`, which is now connected."""
-        with self._changed:
-            if name != self._ready_session:
-                self._ready_session, self._offered = name, False
-            self._changed.notify_all()
-
-    def end_session(self) -> SendSession | None:
-        """Forget the session, which is over, and return it."""
-        with self._changed:
-            session, self._session, self._go = self._session, None, None
-            return session
-
-    def go(self, message: Go) -> None:
-        """Have a version sent, as requested by the coordinator's `message`."""
-        with self._changed:
-            self._go = message
-            self._changed.notify_all()
-
-    def offer_in_full(self, version: int) -> None:
-        """Have `version` offered again, in full: a receiver lacks the base of the delta."""
-        with self._changed:
-            if self._current is not None and self._current.version == version:
-                self._current.send_in_full("a receiver lacks the version that a delta would apply to")
-                self._offered = False
-                self._changed.notify_all()
-
-    def committed(self, version: int) -> Publication | None:
-        """Make `version`, which serves, the base of deltas. Returns its publication if that is still current."""
-        with self._changed:
-            current = self._current
-            if current is not None and current.version != version:
-                current = None
-            if current is not None and current.slot is not None and self._uses_deltas:
-                self._slots.base = DeltaBase(version, current.identity, current.slot)
-            self._decided(version, proven=True)
-            return current
-
-    def aborted(self, version: int) -> None:
-        """Note that `version` will not serve."""
-        with self._changed:
-            self._decided(version, proven=False)
-
-    def _decided(self, version: int, *, proven: bool) -> None:
-        self.proven = proven
-        if self._unsent == version:
-            self._unsent = -1
-        if self._undecided == version:
-            self._undecided = -1
-            self._changed.notify_all()
-
-    # -- snapshot thread ------------------------------------------------------------------------------------------------
-
-    def next_to_snapshot(self) -> Publication | None:
-        """Wait for the next publication whose snapshot can be taken, and supersede the current one. None once closed."""
-        with self._changed:
-            while not self.closed and not self._may_snapshot():
-                undecided = self._waiting is not None and not self._sending and self._undecided >= 0
-                self._changed.wait(max(0.0, self._decided_by - time.monotonic()) if undecided else None)
-            if self.closed:
-                return None
-            publication, self._waiting = self._waiting, None
-            replaced, self._current, self._offered = self._current, None, False
-        if replaced is not None:
-            replaced.superseded.set()
-        return publication
-
-    def _may_snapshot(self) -> bool:
-        if self._waiting is None or self._sending:
-            return False
-        # The outcome of the version before decides to which version a delta can apply.
-        return not self._uses_deltas or self._undecided < 0 or time.monotonic() >= self._decided_by
-
-    def begin(self, publication: Publication) -> None:
-        """Make a publication current as its snapshot begins: it can be offered, and its final bytes can be sent."""
-        with self._changed:
-            self._current = publication
-            self._changed.notify_all()
-
-    def keep_failed(self, publication: Publication) -> None:
-        """Make a publication with a failed snapshot current, so that later sessions get its error, unless a newer one waits."""
-        with self._changed:
-            if self._waiting is None:
-                self._current = publication
-                self._changed.notify_all()
-
-    # -- send thread ----------------------------------------------------------------------------------------------------
-
-    def next_to_send(self) -> tuple[Publication, SendSession, Go | None] | None:
-        """Wait until the current publication can be sent or offered. Returns it, its session, and the `Go` to send it, if any.
-
-        Without a `Go` it is to be offered. A `Go` for an older version means that another rank has not published the newer one
-        yet. Returns None once the publisher is closed. The caller must call `sending_ended` afterwards.
+        Returns the offer, which rank 0 makes for all ranks; None on other ranks, and once superseded. Raises the error with which
+        the version fails.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self.closed or self._may_send() or self._may_offer())
-            current, session = self._current, self._session
-            if self.closed or current is None or session is None:
-                return None
-            if not self._may_send():
-                self._offered = True
-                return current, session, None
-            go, self._go = self._go, None
-            if go is not None and go.version == current.version:
-                self._sending, self._undecided = True, go.version
-                self._decided_by = time.monotonic() + go.deadline_s
-            return current, session, go
+        rank, agreement, version = self._rank, session.agreement, self.version
+        self._complete(session, self._deadline())
+        if rank.chooser is not None and rank.chooser.asks_density:
+            self._agree_on_codec(session)
+        if self.is_delta and self._encoded_for != session.layout.plan:
+            self._encode(session)
+        if agreement is not None:
+            if rank.chooser is not None:
+                agreement.publish(DELTAS, version, self._plain_delta())
+            if rank.replicated is not None:
+                agreement.publish(DIGESTS, version, sorted(self._digests.items()))
+        if rank.number != 0:
+            return None
+        if agreement is not None and rank.replicated is not None:
+            values = self._collect(agreement, DIGESTS, self._deadline())
+            rank.replicated.compare({name: digests_from_plain(plain) for name, plain in values.items()}, version)
+        manifest, _ = self._manifest_in(session, self._deadline())
+        if self.is_superseded:  # while it was encoded
+            return None
+        return Offer(
+            name=rank.name,
+            session=session.name,
+            version=version,
+            manifest=manifest.to_offer(),
+            reason=self._choice.reason,
+        )
 
-    def _may_send(self) -> bool:
-        # Another rank may have published a version, and the coordinator may have sent `Go`, before this rank published it.
-        go, current = self._go, self._current
-        return go is not None and current is not None and self._session is not None and go.version <= current.version
+    def send(self, session: SendSession, go: Go) -> Sent:
+        """Send this rank's bytes as `go` requests. Raises the error with which the version fails."""
+        rank, started, deadline = self._rank, time.perf_counter(), Deadline.after(go.deadline_s)
+        self._complete(session, deadline)
+        assert self.slot is not None, "its snapshot has begun"
+        segments: Sequence[Sequence[DeltaSegment]] = ()
+        memory, progress = self.slot.memory.data, self.progress
+        manifest = session.layout.as_version(self.version, self.identity)
+        if go.codec == CODEC_DELTA:
+            manifest, segments = self._manifest_in(session, deadline)
+            memory, progress = rank.delta_memory.data, None
+        if manifest.codec != go.codec:
+            raise ProtocolError(f"version {go.version} cannot be sent as {go.codec} any more.", part=rank.name)
+        if manifest.lasting:
+            self.slot.exposed.add((session.name, go.version))
+        nbytes = session.send(manifest, segments, memory, progress, deadline, go)
+        seconds = time.perf_counter() - started
+        self._note_change(self.slot, go.codec)
+        return Sent(
+            name=rank.name,
+            session=session.name,
+            version=go.version,
+            nbytes=nbytes,
+            seconds=seconds,
+            export_s=self.progress.seconds,
+            error=self._pending_blocks.error.to_plain() if rank.quantises else None,
+        )
 
-    def _may_offer(self) -> bool:
-        if self._current is None or self._session is None or self._offered:
-            return False
-        return self._session.name == self._ready_session
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self._rank.deadline_s)
 
-    def sent(self, version: int) -> None:
-        """Note that `version` was sent."""
-        with self._changed:
-            if self._unsent == version:
-                self._unsent = -1
+    def _collect(self, agreement: RankAgreement, topic: str, deadline: Deadline) -> dict[str, Any]:
+        return agreement.collect(topic, self.version, deadline, lambda: self.is_superseded)
 
-    def sending_ended(self) -> None:
-        """Let the next snapshot begin: the send thread reads no memory any more."""
-        with self._changed:
-            self._sending = False
-            self._changed.notify_all()
+    def _complete(self, session: SendSession, deadline: Deadline) -> None:
+        """Quantise the blocks that are divided between ranks into the snapshot, unless that was done before.
+
+        Raises:
+            WeightlaneError: The snapshot has failed.
+            ClosedError: The publication is superseded, or the session is over.
+            DeadlineExceededError: A rank has not published its magnitudes.
+        """
+        if self.progress.error is not None:
+            raise self.progress.error
+        if not self._rank.quantises:
+            return
+        snapshot, pending_blocks, version = self._rank.snapshot, self._pending_blocks, self.version
+        if snapshot.is_cut:
+            self.progress.wait_read(snapshot.read_end, deadline)
+        if session.agreement is not None:  # in every session: other ranks may have missed them in the session before
+            session.agreement.publish(MAGNITUDES, version, magnitudes_to_plain(pending_blocks.magnitudes))
+        if self._is_complete or not snapshot.is_cut:
+            return
+        parts = pending_blocks.magnitudes
+        if session.agreement is not None:
+            values = self._collect(session.agreement, MAGNITUDES, deadline)
+            parts = [part for plain in values.values() for part in magnitudes_from_plain(plain)]
+        with self._rank.slots.writing:
+            if self.is_superseded or self.slot is None:
+                raise ClosedError(f"version {version} was given up.", part=self._rank.name)
+            pending_blocks.quantise_cuts(parts, self.slot.memory.data)
+            self._is_complete = True
+
+    def _agree_on_codec(self, session: SendSession) -> None:
+        """Choose the codec as all trainer ranks do. If one rank sends its part in full, all ranks do."""
+        chooser = self._rank.chooser
+        assert chooser is not None
+        mine = chooser.change(self._rank.numel) if self.is_delta else None
+        changes = [mine]
+        if session.agreement is not None:
+            session.agreement.publish(DENSITIES, self.version, change_to_plain(mine))
+            values = self._collect(session.agreement, DENSITIES, self._deadline())
+            changes = [change_from_plain(plain) for plain in values.values()]
+        choice = chooser.by_density(changes)
+        if self.is_delta:
+            self._choice = choice
+
+    def _note_change(self, slot: SnapshotSlot, codec: str) -> None:
+        """Note how many elements a sent version has changed. No snapshot begins before this thread has ended sending."""
+        chooser = self._rank.chooser
+        if chooser is None:
+            return
+        chooser.sent(codec)
+        if not chooser.asks_density:
+            return
+        if self.is_delta and self._delta is not None:
+            chooser.note_change(self._delta.changed, self._delta.elements)
+        elif self._base is not None:
+            compared = self._rank.encoder.sampled_changes(self._base.slot.memory.data, slot.memory.data)
+            chooser.note_change(*compared)
+
+    def _encode(self, session: SendSession) -> None:
+        """Encode the delta while the snapshot is taken. If it needs too many bytes, the version is sent in full."""
+        assert self._base is not None
+        assert self.slot is not None
+        progress, nbytes, deadline = self.progress, self._rank.snapshot.nbytes, self._deadline()
+        delta = self._rank.encoder.encode(
+            session.parts,
+            self._base.slot.memory.data,
+            self.slot.memory.data,
+            lambda until: progress.wait(until, deadline),
+            lambda: progress.done_bytes >= nbytes,
+        )
+        if isinstance(delta, TooDense):
+            self.send_in_full(delta)
+            return
+        self._rank.delta_memory.grow(delta.nbytes)
+        delta.write_into(self._rank.delta_memory.data[: delta.nbytes])
+        self._delta, self._encoded_for = replace(delta, parts=()), session.layout.plan
+
+    def _plain_delta(self) -> list[object] | None:
+        """The version that this rank's segments apply to, and the segments, as JSON; None if it has no delta."""
+        if not self.is_delta or self._delta is None or self._base is None:
+            return None
+        return [self._base.version, [segment.to_plain() for segment in self._delta.segments]]
+
+    def _manifest_in(
+        self, session: SendSession, deadline: Deadline
+    ) -> tuple[Manifest, Sequence[Sequence[DeltaSegment]]]:
+        """The manifest of the delta and the segments of each rank if all ranks have a delta; else the dense manifest."""
+        delta, base = self._delta, self._base
+        if self.is_delta and delta is not None and base is not None:
+            segments = [delta.segments]
+            if session.agreement is not None:
+                values = self._collect(session.agreement, DELTAS, deadline)
+                segments = all_segments(values.values(), base.version)
+            if segments:
+                applies_to = (base.version, base.identity)
+                return delta_manifest(session.layout, self.version, applies_to, self.identity, segments), segments
+            self.send_in_full("another rank cannot send a delta")
+        return session.layout.as_version(self.version, self.identity), ()

@@ -4,8 +4,8 @@ Each rank publishes one value per topic and version, and a rank that needs the v
 needs two messages, however many ranks there are. The values are JSON. For each topic, a rank publishes:
 
 - Codec (`DENSITIES`): how many of its elements the version before has changed.
-- Delta (`DELTAS`): its segments. Rank 0 needs those of all ranks for the manifest. If rank 0 gathers, the others need them for
-  the places of their own.
+- Delta (`DELTAS`): its segments, and the version that they apply to; None without a delta. Rank 0 needs those of all ranks for
+  the manifest. If rank 0 gathers, the others need them for the places of their own.
 - Scales of blocks that are divided between ranks (`MAGNITUDES`): the largest magnitude of its part of each. Until these are known
   the elements of such blocks are in the rank's `PendingBlocks.cuts`.
 - Equal copies (`DIGESTS`): digests of the elements that other ranks hold, too, which must be equal; see `ReplicatedShards`.
@@ -14,19 +14,16 @@ needs two messages, however many ranks there are. The values are JSON. For each 
 from __future__ import annotations
 
 import base64
-import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError, ProtocolError, WeightlaneError
+from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError, ProtocolError
 
 from ..codecs.codec_choice import RankChange
-from ..control.hub.connection import PendingReply
 from ..control.hub.hub import gathered
 from ..control.messages import from_bytes
 from ..control.rendezvous import Mailbox
@@ -38,36 +35,6 @@ from .snapshot.quantised_blocks import Magnitudes
 
 _REMEMBERED = 2
 """Number of newest versions whose values stay at the hub: other ranks may still be sending the version before."""
-
-
-class Interrupt:
-    """Ends the waits of other threads for replies of the hub, permanently. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waits: dict[PendingReply, WeightlaneError] = {}
-        self.is_set = False
-
-    def set(self) -> None:
-        """Make every present and future wait inside `ends` raise its error."""
-        with self._lock:
-            self.is_set = True
-            waits = list(self._waits.items())
-        for reply, error in waits:
-            reply.give_up(error)
-
-    @contextmanager
-    def ends(self, reply: PendingReply, error: WeightlaneError) -> Iterator[None]:
-        """Context in which `set` makes the wait for `reply` raise `error`."""
-        with self._lock:
-            self._waits[reply] = error
-        try:
-            if self.is_set:
-                reply.give_up(error)
-            yield
-        finally:
-            with self._lock:
-                del self._waits[reply]
 
 
 class RankAgreement:
@@ -85,11 +52,14 @@ class RankAgreement:
         self._rank = rank
         self._said: dict[str, list[int]] = defaultdict(list)
         """The versions with values at the hub, by topic, oldest first."""
-        self._session_over = Interrupt()
+        self._closed = False
+        self.give_up_over: Callable[[], None] = _nothing_waits
+        """Makes a thread that waits in `collect` raise `ClosedError` if the session is over, or its version superseded."""
 
     def close(self) -> None:
         """End the session: every wait in `collect` raises `ClosedError`. Idempotent."""
-        self._session_over.set()
+        self._closed = True
+        self.give_up_over()
 
     def publish(self, topic: str, version: int, value: Any) -> None:
         """Publish this rank's JSON-representable `value` for a version."""
@@ -99,16 +69,28 @@ class RankAgreement:
         while len(published) > _REMEMBERED:
             mailbox.within(str(published.pop(0))).delete(name)
 
-    def collect(self, topic: str, version: int, deadline: Deadline, superseded: Interrupt) -> dict[str, Any]:
-        """Wait for the values of all ranks. Returns them by publisher, in rank order.
+    def collect(
+        self, topic: str, version: int, deadline: Deadline, is_superseded: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        """Wait for the values of all ranks, on one thread at a time. Returns them by publisher, in rank order.
 
         Raises `DeadlineExceededError` naming the ranks without a value. Raises `ClosedError` as soon as the session is over or
-        the version `superseded`, because a rank that already publishes a newer version publishes no value for this one.
+        the version superseded, because a rank that already publishes a newer version publishes no value for this one.
+        `give_up_over` must follow when `is_superseded` becomes true.
         """
         reply = self._mailbox.within(topic).within(str(version)).gather(len(self._names))
         error = ClosedError(f"the ranks need not agree on {topic} any more.", part=topic)
-        with self._session_over.ends(reply, error), superseded.ends(reply, error):
+
+        def give_up_over() -> None:
+            if self._closed or is_superseded():
+                reply.give_up(error)
+
+        self.give_up_over = give_up_over  # set before it is called: `close` sets `_closed` first, and then calls it
+        try:
+            give_up_over()
             content = reply.result(deadline)
+        finally:
+            self.give_up_over = _nothing_waits
         if content is None:
             silent = sorted(set(self._names).difference(reply.present()))
             raise deadline.error(f"the {topic} of version {version}", part=topic, peer=", ".join(silent))
@@ -120,6 +102,10 @@ class RankAgreement:
                 hint="Give every participant of a run a name of its own.",
             )
         return {name: from_bytes(published[name], f"the {topic} of {name}") for name in self._names}
+
+
+def _nothing_waits() -> None:
+    """No thread waits in `collect`."""
 
 
 DENSITIES = "changed elements"
@@ -142,11 +128,6 @@ def change_from_plain(values: Any) -> RankChange | None:
         return RankChange(int(changed), int(compared), int(elements), bool(sparse))
     except (TypeError, ValueError, OverflowError) as cause:
         raise ProtocolError(f"not a count of changed elements: {cause}.", part=DENSITIES) from None
-
-
-def delta_to_plain(base_version: int, segments: Sequence[DeltaSegment]) -> list[Any]:
-    """A rank's segments, and the version that they apply to, as JSON. A rank without a delta publishes None instead."""
-    return [base_version, [segment.to_plain() for segment in segments]]
 
 
 def all_segments(values: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
@@ -252,9 +233,6 @@ class ReplicatedShards:
             if parts:
                 self._mine[number] = _Slice(each.spec, each.box, parts)
         self._turns = _in_turns(self._all)
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
 
     def digests(self, publication: int, *, everything: bool) -> dict[int, str]:
         """Digests by number of the slice: with `everything` of all slices that this rank holds, else of those due now."""

@@ -92,7 +92,6 @@ class DeltaEncoder:
         slices: Sequence[SnapshotSlice],
         base: torch.Tensor,
         snapshot: torch.Tensor,
-        capacity_bytes: int,
         ready: Callable[[int], None],
         taken: Callable[[], bool] = lambda: True,
     ) -> RankDelta | TooDense:
@@ -102,22 +101,21 @@ class DeltaEncoder:
             slices: The slices of the stream that this rank sends, in the stream's order.
             base: The snapshot of the version that the receivers have.
             snapshot: The snapshot of the new version.
-            capacity_bytes: Give up when the delta becomes longer.
             ready: ``ready(n)`` returns once the snapshot's first `n` bytes are there.
             taken: Whether the snapshot is complete. Until then one core is left for it, because the optimizer waits for it.
         """
         cut = [part for each in slices for part in each.cut(_SEGMENT_NUMEL)]
         segments: list[DeltaSegment] = []
         parts: list[Encoded] = []
-        room, compared = capacity_bytes, 0
-        with closing(self._encoded(cut, base, snapshot, capacity_bytes, ready, taken)) as encoded:
+        room, compared = self.capacity_bytes, 0
+        with closing(self._encoded(cut, base, snapshot, ready, taken)) as encoded:
             for each, part in encoded:
                 if isinstance(part, TooDense):
                     return part
                 room -= part.nbytes
                 compared += each.box.numel
                 if room < 0:
-                    return TooDense(capacity_bytes, capacity_bytes - room, compared / self._elements)
+                    return TooDense(self.capacity_bytes, self.capacity_bytes - room, compared / self._elements)
                 segments.append(DeltaSegment(each.tensor, each.box, part.nbytes))
                 parts.append(part)
         return RankDelta(tuple(segments), tuple(parts), sum(part.changed for part in parts), self._elements)
@@ -127,7 +125,6 @@ class DeltaEncoder:
         slices: Sequence[SnapshotSlice],
         base: torch.Tensor,
         snapshot: torch.Tensor,
-        capacity_bytes: int,
         ready: Callable[[int], None],
         taken: Callable[[], bool],
     ) -> Generator[tuple[SnapshotSlice, Encoded | TooDense], None, None]:
@@ -135,7 +132,7 @@ class DeltaEncoder:
 
         def one(each: SnapshotSlice) -> Encoded | TooDense:
             old, new = (each.view(memory).contiguous().view(-1) for memory in (base, snapshot))
-            return encode(old, new, capacity_bytes=capacity_bytes)
+            return encode(old, new, capacity_bytes=self.capacity_bytes)
 
         if snapshot.device.type != "cpu":
             for each in slices:

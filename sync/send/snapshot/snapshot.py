@@ -83,26 +83,6 @@ class Progress:
         raise deadline.error(self._what, part=self._part)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceBytes:
-    """The bytes that a rank sends of one version: its snapshot, which may not be complete yet, or its segments of a delta.
-
-    Attributes:
-        memory: The bytes, 1-D uint8.
-        progress: Progress of the snapshot; None if all bytes are final.
-        deadline: Limit for all waits for bytes, and for sending.
-    """
-
-    memory: torch.Tensor
-    progress: Progress | None
-    deadline: Deadline
-
-    def wait(self, until_bytes: int) -> None:
-        """Return when every byte before `until_bytes` is final. Raises as `Progress.wait`."""
-        if self.progress is not None:
-            self.progress.wait(until_bytes, self.deadline)
-
-
 _CHUNK_BYTES = 64 << 20
 """Most bytes of one copy, so that waiting threads see progress within a large tensor."""
 _SMALL_BYTES = 256 << 10

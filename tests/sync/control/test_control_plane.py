@@ -7,6 +7,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -21,7 +22,7 @@ from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError
 from weightlane.ckpt_engines.channels.channel import Frame, new_secret
 from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.messages import Abort, Committed, Kind
-from weightlane.sync.send.rank_agreement import Interrupt, RankAgreement
+from weightlane.sync.send.rank_agreement import RankAgreement
 
 
 def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
@@ -204,7 +205,7 @@ def test_ranks_hear_one_another_by_two_messages_each_old_versions_go_and_a_silen
         for rank, talk in enumerate(ranks):
             talk.publish("deltas", version, [version, rank])
         for talk in ranks:
-            assert list(talk.collect("deltas", version, soon(), Interrupt()).items()) == [
+            assert list(talk.collect("deltas", version, soon()).items()) == [
                 (name, [version, rank]) for rank, name in enumerate(NAMES)
             ]
         assert rendezvous.traffic[0] - before <= 4 * len(ranks), "say, ask, answer, and one to forget"
@@ -213,27 +214,28 @@ def test_ranks_hear_one_another_by_two_messages_each_old_versions_go_and_a_silen
     for talk in (ranks[0], ranks[2]):
         talk.publish("deltas", 9, None)
     with pytest.raises(DeadlineExceededError, match="the deltas of version 9") as caught:
-        ranks[0].collect("deltas", 9, Deadline.after(0.05), Interrupt())
+        ranks[0].collect("deltas", 9, Deadline.after(0.05))
     assert caught.value.peer == "t-1"
 
 
 def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous) -> None:
     first, second, _ = talks(rendezvous)
-    superseded, other = Interrupt(), Interrupt()
-    thread, errors = raised_by(lambda: first.collect("deltas", 1, never(), superseded))
-    wait_until(lambda: bool(superseded._waits), "rank that hears")
-    other.set()
-    assert superseded._waits, "another version is superseded"
+    superseded, hears_nobody = threading.Event(), first.give_up_over
+    thread, errors = raised_by(lambda: first.collect("deltas", 1, never(), superseded.is_set))
+    wait_until(lambda: first.give_up_over != hears_nobody, "rank that hears")
+    first.give_up_over()
+    assert first.give_up_over != hears_nobody, "another version is superseded"
     superseded.set()
+    first.give_up_over()
     thread.join(HANG_S)
-    closed, others = raised_by(lambda: second.collect("deltas", 1, never(), Interrupt()))
-    wait_until(lambda: bool(second._session_over._waits), "rank that hears")
+    closed, others = raised_by(lambda: second.collect("deltas", 1, never()))
+    wait_until(lambda: second.give_up_over != hears_nobody, "rank that hears")
     second.close()
     closed.join(HANG_S)
     assert [type(error) for error in (*errors, *others)] == [ClosedError, ClosedError]
-    for rank, interrupt in ((first, superseded), (second, Interrupt())):
+    for rank in (first, second):
         with pytest.raises(ClosedError):
-            rank.collect("deltas", 1, never(), interrupt)
+            rank.collect("deltas", 1, never(), superseded.is_set)
     wait_until(lambda: not rendezvous._hub.mailboxes._scopes, "end of the questions that nobody waits for")
 
 

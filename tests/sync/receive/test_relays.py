@@ -35,8 +35,9 @@ from weightlane.sync import Manifest, Outcome, ReplicaState, SyncConfig, TensorS
 from weightlane.sync.control.coordinator.replies import blame
 from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
-from weightlane.sync.receive.staging import LiveIdentity, Staging
+from weightlane.sync.receive.staging import Staging
 from weightlane.sync.receive.version_receiver import StageRequest, VersionReceiver
+from weightlane.sync.send.pipeline import Destination
 from weightlane.sync.version.bucket_checksums import checksum_of
 
 TOLERANT = PATIENT | {"quorum": 0.5}
@@ -155,33 +156,31 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
     handed_on: list[bytes] = []
 
     class Carrier:
-        """Link and relay."""
+        """The link that brings the bucket, and the one that hands it on."""
 
         damage = 0
 
         def announced(self, _sender: str) -> bool:
             return True
 
-        def post(self, bucket: Bucket, _sender: str, _deadline: Deadline) -> str:
-            bucket.data.copy_(sent ^ self.damage)
+        def post(self, bucket: Bucket, peer: str | list[str], _deadline: Deadline, checksum: str = "") -> str:
+            if peer == ["r2/0"]:
+                assert checksum == checksum_of(sent)
+                handed_on.append(bytes(bucket.data.tolist()))
+            else:
+                bucket.data.copy_(sent ^ self.damage)
             return checksum_of(sent)
 
         def flush(self, _deadline: Deadline, _pending: int) -> None:
             pass
 
-        def on_bucket(self, _index: int, data: torch.Tensor, checksum: str) -> None:
-            assert checksum == checksum_of(sent)
-            handed_on.append(bytes(data.tolist()))
-
-        def give_up(self, error: Exception) -> None:
-            assert isinstance(error, CorruptBucketError)
-
     carrier: Any = Carrier()
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, checksummed=True)
     receiving = receive_session(manifest, carrier)
-    request = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relay=carrier)
+    receiving.relayed = [{0: Destination(carrier, ["r2/0"])}]
+    request = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S)
     staging = Staging("r1/0", 0, HOST)
-    receiver = VersionReceiver("r1/0", HOST, runtime_of(HOST), staging, LiveIdentity(), RunHooks())
+    receiver = VersionReceiver("r1/0", HOST, runtime_of(HOST), staging, RunHooks())
     carrier.damage = 1
     with pytest.raises(CorruptBucketError):
         receiver.receive(request)

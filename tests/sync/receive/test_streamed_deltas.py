@@ -98,7 +98,7 @@ class Rollout:
         self.inbox = rendezvous.inbox(COORDINATOR)
         self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         stage(subscriber._staging, BASE, 1.0)
-        subscriber._live_identity.stage(BASE)
+        subscriber._staging.note_staged(BASE)
         subscriber._committed(1)
         if scatters:
             subscriber.prepare_delta = self.prepare

@@ -41,7 +41,7 @@ from weightlane.sync import (
     TensorSpec,
 )
 from weightlane.sync.config import MIB
-from weightlane.sync.send import version_sender
+from weightlane.sync.send import publication_queue
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (37, 24),
@@ -105,7 +105,7 @@ class Trainer:
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
-        version_sender._PATIENCE_S = more.pop("patience_s", version_sender._PATIENCE_S)
+        publication_queue._PATIENCE_S = more.pop("patience_s", publication_queue._PATIENCE_S)
         self._values = weights(0, torch.float32, self._big_mib) if specs is None else values_of(0, specs)
         specs = specs or {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values.items()}
         held = [

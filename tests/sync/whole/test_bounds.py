@@ -22,10 +22,10 @@ from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
 from weightlane.sync import Manifest, Rendezvous
-from weightlane.sync.receive.staging import LiveIdentity, Staging
+from weightlane.sync.receive.staging import Staging
 from weightlane.sync.receive.version_receiver import VersionReceiver
-from weightlane.sync.send.bucket_source import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
+from weightlane.sync.send.shard_gather import ShardGather
 from weightlane.sync.version.tensor_spec import TensorSpec
 
 
@@ -93,9 +93,7 @@ def send(sending: SendPipeline, sender: Any, buckets: int, *, within_s: float = 
 def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_memory_is_used_again(
     stuck: Any,
 ) -> None:
-    receiving = VersionReceiver(
-        "rollout-0/0", HOST, runtime_of(HOST), Staging("rollout-0/0", 0, HOST), LiveIdentity(), RunHooks()
-    )
+    receiving = VersionReceiver("rollout-0/0", HOST, runtime_of(HOST), Staging("rollout-0/0", 0, HOST), RunHooks())
     tasks = [([f"trainer-{number}"], stuck.flush) for number in range(2)]
     with pytest.raises(DeadlineExceededError, match="trainer-0"):
         receiving._run(tasks, Deadline.after(SOON))

@@ -27,7 +27,7 @@ def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version() 
     new[::100] ^= 1
     asked: list[int] = []
     with closing(DeltaEncoder(SHARDS, PLACES)) as encoder:
-        delta = encoder.encode(PARTS, base, new, base.numel(), asked.append)
+        delta = encoder.encode(PARTS, base, new, asked.append)
     assert isinstance(delta, RankDelta)
     assert asked == sorted(asked), "later parts of the snapshot are waited for before earlier ones are encoded"
     assert [segment.tensor for segment in delta.segments] == [0, 0, 1, 2], "a large tensor goes in pieces"
