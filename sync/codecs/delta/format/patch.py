@@ -10,12 +10,11 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from . import cuda_kernels
 from .integer_views import INTEGERS, PART, Bytes, integer_view, tensor_of, words_of
 from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, aligned, decode_flips, decode_places
 
-_CHUNK = 1 << 15
-"""Elements flipped at once, so few that their copies and their positions widened to 64 bits stay in the cache."""
+_HOST_CHUNK = 1 << 15
+"""Elements flipped at once on a CPU, so few that their copies and their positions widened to 64 bits stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +79,14 @@ class Patch:
                 hint="Apply it to the segment it was made for.",
             )
         flat = integer_view(target)
-        if flat.device.type != "cpu":
-            for block in self.blocks:
-                cuda_kernels.flip(flat[block.base :], block.positions, block.flips)
-            return
-        scratch = torch.empty(_CHUNK, dtype=torch.int64)
+        chunk = _HOST_CHUNK if flat.is_cpu else BLOCK
+        scratch = torch.empty(chunk, dtype=torch.int64, device=flat.device)
         for block in self.blocks:
-            _flip_on_host(flat[block.base :], block, scratch)
-
-
-def _flip_on_host(target: torch.Tensor, block: BlockFlips, scratch: torch.Tensor) -> None:
-    for start in range(0, block.positions.numel(), _CHUNK):
-        positions = block.positions[start : start + _CHUNK]
-        at = scratch[: positions.numel()]
-        at.copy_(positions)
-        target.scatter_(0, at, target.index_select(0, at).bitwise_xor_(block.flips[start : start + _CHUNK]))
+            part = flat[block.base :]
+            for start in range(0, block.positions.numel(), chunk):
+                positions, flips = (each[start : start + chunk] for each in (block.positions, block.flips))
+                at = scratch[: positions.numel()].copy_(positions)
+                part.scatter_(0, at, part.index_select(0, at).bitwise_xor_(flips))
 
 
 _HINT = "The sender and this side disagree, or the bytes were damaged; a full version helps."
