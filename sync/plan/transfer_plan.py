@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-import torch
-
 from weightlane.ckpt_engines import ManifestError
 
 from ..version.box import Box, Labels, merge, overlay
@@ -87,8 +85,7 @@ def plan_transfer(
             that needs a part of it, with engines whose receivers read the sender's memory.
 
     Raises:
-        ManifestError: A receiver needs a tensor or elements that no rank sends, another shape, or a dtype that cannot represent
-            every value that is sent.
+        ManifestError: A receiver needs a tensor or elements that no rank sends, or a tensor in another shape or dtype than sent.
 
     >>> import torch
     >>> w = TensorSpec("w", (4, 8), torch.float32)
@@ -133,10 +130,14 @@ class _Planner:
         for number, group in enumerate(self._groups):
             for spec, boxes in zip(group.placement.specs, group.placement.boxes, strict=True):
                 sent = self._sent.get(spec.name)
-                if sent is None:
-                    raise missing_tensor(spec, group.receivers[0])
-                if sent.spec is not spec:
-                    check_spec(sent.spec, self._senders[sent.first], spec, group.receivers[0])
+                if sent is None or (sent.spec is not spec and sent.spec != spec):
+                    raise ManifestError(
+                        f"{group.receivers[0]} needs {spec.name} of shape {list(spec.shape)} in {dtype_name(spec.dtype)},"
+                        " which no trainer rank sends.",
+                        part=PART,
+                        peer=group.receivers[0],
+                        hint="Translate the slices by `Supply.on_the_wire`, or ask for everything.",
+                    )
                 needs[index_of[spec.name]] += [(box, number) for box in boxes]
         return needs
 
@@ -261,57 +262,3 @@ def group_receivers(needed: Mapping[str, Placement]) -> tuple[ReceiverGroup, ...
 def replica_of(receiver: str) -> str:
     """The replica in the name of a rollout rank: ``"rollout-0/3"`` -> ``"rollout-0"``."""
     return receiver.rpartition("/")[0] or receiver
-
-
-def missing_tensor(spec: TensorSpec, receiver: str) -> ManifestError:
-    """The error for a tensor that a rollout rank needs and no trainer rank holds."""
-    return ManifestError(
-        f"{receiver} needs {spec.name} of shape {list(spec.shape)}, which no trainer rank holds.",
-        part=PART,
-        peer=receiver,
-        hint="Trainer and rollout must name the tensors of the same model, as its Hugging Face checkpoint does.",
-    )
-
-
-def check_spec(sent: TensorSpec, sender: str, needed: TensorSpec, rank: str) -> None:
-    """Raise `ManifestError` unless a tensor has the same shape on `sender` and on the rollout rank `rank`.
-
-    `rank` may have any dtype that can represent every value of the dtype on the wire.
-    """
-    if sent.shape != needed.shape:
-        padded = len(sent.shape) == len(needed.shape) > 0 and sent.shape[1:] == needed.shape[1:]
-        if padded:
-            rows = sent.shape[0] - needed.shape[0]
-            hint = (
-                f"{sender if rows > 0 else rank} has {abs(rows)} rows more: a padded vocabulary?"
-                " Describe the checkpoint's tensor, without the padding."
-            )
-        else:
-            hint = "Trainer and rollout must load the same model, and describe slices of its checkpoint's tensors."
-        raise ManifestError(
-            f"{sent.name} has shape {list(sent.shape)} on {sender} and {list(needed.shape)} on {rank}.",
-            part=PART,
-            peer=rank,
-            hint=hint,
-        )
-    if sent.dtype != needed.dtype and not holds_every(needed.dtype, sent.dtype):
-        raise ManifestError(
-            f"{sent.name} is {dtype_name(sent.dtype)} on {sender} and {dtype_name(needed.dtype)} on {rank},"
-            " a cast that loses bits.",
-            part=PART,
-            peer=rank,
-            hint="sync.wire_dtype must be the rollout's dtype.",
-        )
-
-
-def holds_every(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether dtype `wide` can represent every value of dtype `narrow`."""
-    if wide == narrow:
-        return True
-    if wide.is_floating_point and narrow.is_floating_point:
-        outer, inner = torch.finfo(wide), torch.finfo(narrow)
-        least = outer.tiny * outer.eps, inner.tiny * inner.eps  # the smallest subnormal numbers
-        return outer.eps <= inner.eps and outer.max >= inner.max and least[0] <= least[1]
-    if torch.bool in (wide, narrow) or wide.is_floating_point or narrow.is_floating_point:
-        return False
-    return torch.iinfo(wide).min <= torch.iinfo(narrow).min and torch.iinfo(wide).max >= torch.iinfo(narrow).max

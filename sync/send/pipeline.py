@@ -105,8 +105,9 @@ class BucketSource:
             return memory[:0]
         window = own.window(start, stop)
         self._wait(window.snapshot_end)
-        if self._gather is None and (at := window.place(start, stop, memory.numel())) is not None:
-            return memory[at : at + stop - start]
+        shift = window.shift if self._gather is None else None
+        if shift is not None and start + shift >= 0 and stop + shift <= memory.numel():
+            return memory[start + shift : stop + shift]
         if self._manifest.lasting:
             raise ProtocolError(
                 f"receivers shall read bucket {index} in place, and it does not lie in the snapshot.", part="send"

@@ -215,7 +215,7 @@ class Publication:
         """Choose the memory and the codec, and digest the slices due now that other ranks hold as well, or `everything`."""
         rank = self._rank
         self.progress.begin()
-        self._base = rank.slots.base
+        self._base = rank.base
         if rank.chooser is not None:
             self._choice = rank.chooser.choose(has_base=self._base is not None)
         if rank.replicated is not None:  # while no parameter changes
@@ -323,7 +323,7 @@ class Publication:
         if session.agreement is not None:
             values = self._collect(session.agreement, MAGNITUDES, deadline)
             parts = [part for plain in values.values() for part in magnitudes_from_plain(plain)]
-        with self._rank.slots.writing:
+        with self._rank.writing:
             if self.is_superseded or self.slot is None:
                 raise ClosedError(f"version {version} was given up.", part=self._rank.name)
             pending_blocks.quantise_cuts(parts, self.slot.memory.data)

@@ -33,7 +33,6 @@ class PublicationQueue:
 
     def __init__(self, rank: SendingRank, closed: threading.Event) -> None:
         self._rank = rank
-        self._slots = rank.slots
         self._uses_deltas = rank.chooser is not None
         self._closed = closed
         self._changed = threading.Condition()
@@ -131,7 +130,7 @@ class PublicationQueue:
             if current is not None and current.version != version:
                 current = None
             if current is not None and current.slot is not None and self._uses_deltas:
-                self._slots.base = DeltaBase(version, current.identity, current.slot)
+                self._rank.base = DeltaBase(version, current.identity, current.slot)
             self._decided(version, proven=True)
             return current
 
@@ -178,9 +177,9 @@ class PublicationQueue:
 
     def take_snapshot(self, publication: Publication) -> None:
         """Take the snapshot of `publication`, which can be offered and sent meanwhile. Raises the error."""
-        with self._slots.writing:
+        with self._rank.writing:
             pass  # wait for a thread that writes to the memory; later ones find that their version is superseded
-        slot = self._slots.free()
+        slot = self._rank.free_slot()
         self._wait_for_receivers(slot)
         publication.begin_snapshot(slot, everything=not self._proven)
         with self._changed:

@@ -6,8 +6,9 @@ The memory is the engine's, and is kept across sessions: snapshots, packed bucke
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Lock
 
 import torch
@@ -158,49 +159,6 @@ class DeltaBase:
     slot: SnapshotSlot
 
 
-class SnapshotSlots:
-    """One slot, or two if the snapshot of the version that serves is kept as the base of deltas.
-
-    Args:
-        allocate: Allocates memory for a snapshot; may raise `StorageError`.
-        part: The publisher, for the log.
-    """
-
-    def __init__(self, allocate: Callable[[], SendMemory], part: str) -> None:
-        self._allocate = allocate
-        self._part = part
-        self._slots = [SnapshotSlot(allocate())]
-        self._only_one = False
-        """Whether there is memory for one slot only."""
-        self.base: DeltaBase | None = None
-        self.writing = Lock()
-        """Held by a thread that writes to a snapshot after it was taken."""
-
-    def free(self) -> SnapshotSlot:
-        """A slot for the next snapshot. It is not the base's slot, unless there is memory for one slot only."""
-        base = self.base
-        for slot in self._slots:
-            if base is None or slot is not base.slot:
-                return slot
-        if not self._only_one:
-            try:
-                self._slots.append(SnapshotSlot(self._allocate()))
-            except StorageError as error:
-                self._only_one = True
-                _log.warning(
-                    "%s sends every version in full: no memory to keep the base of a delta: %s", self._part, error
-                )
-        if self._only_one:
-            self.base = None
-        return self._slots[-1]
-
-    def close(self) -> None:
-        """Free all memory."""
-        self.base = None
-        for slot in self._slots:
-            slot.memory.close()
-
-
 class SendingRank:
     """The slices of one trainer rank, and the engine, memory and snapshots with which it sends them, over all sessions.
 
@@ -262,15 +220,38 @@ class SendingRank:
         nbytes = self.snapshot.nbytes
         if self.stores and self.alone:
             nbytes = max(nbytes, self._supply.stored_layout.total_bytes)
-        self.slots = SnapshotSlots(
-            lambda: SendMemory(owner, nbytes, self.device, copied_from=self.snapshot.runtime), name
-        )
+        self._new_memory = partial(SendMemory, owner, nbytes, self.device, copied_from=self.snapshot.runtime)
+        self._slots = [SnapshotSlot(self._new_memory())]
+        """One slot, or two if the snapshot of the version that serves is kept as the base of deltas."""
+        self._only_one = False
+        """Whether there is memory for one slot only."""
+        self.base: DeltaBase | None = None
+        self.writing = Lock()
+        """Held by a thread that writes to a snapshot after it was taken."""
         self.delta_memory = SendMemory(owner, 0, self.device)
         """Memory for the segments of the newest delta; it grows as needed."""
         self.buffers = PackingBuffers(engine, self.device)
         self.chooser = None if config.codec == CODEC_DENSE else CodecChooser(config.codec, config.full_every)
         """None if no version is a delta."""
         self.encoder = DeltaEncoder(self.slices, self.offsets)
+
+    def free_slot(self) -> SnapshotSlot:
+        """A slot for the next snapshot. It is not the base's slot, unless there is memory for one slot only."""
+        base = self.base
+        for slot in self._slots:
+            if base is None or slot is not base.slot:
+                return slot
+        if not self._only_one:
+            try:
+                self._slots.append(SnapshotSlot(self._new_memory()))
+            except StorageError as error:
+                self._only_one = True
+                _log.warning(
+                    "%s sends every version in full: no memory to keep the base of a delta: %s", self.name, error
+                )
+        if self._only_one:
+            self.base = None
+        return self._slots[-1]
 
     @property
     def numel(self) -> int:
@@ -314,7 +295,9 @@ class SendingRank:
         """Free all memory and end the threads. No thread may be reading the memory."""
         self.encoder.close()
         self.snapshot.close()
-        self.slots.close()
+        self.base = None
+        for slot in self._slots:
+            slot.memory.close()
         self.delta_memory.close()
         self.buffers.close()
 

@@ -35,7 +35,7 @@ import torch
 
 from weightlane.ckpt_engines import FilePart, ProtocolError
 
-from .box import Box, overlap
+from .box import Box, overlap, row_major_strides
 from .manifest_message import LIMIT, DeltaSegment, ManifestMessage
 from .sliced_tensors import Slicing
 from .tensor_spec import StreamEntry, TensorSlice, TensorSpec
@@ -123,8 +123,9 @@ class Manifest:
                 raise ProtocolError(f"the segments of {spec.name} do not hold every element once.", part=_PART)
 
     def as_version(self, version: int, identity: str) -> Manifest:
-        """The manifest of another dense version with the same layout. It shares all cached properties of this one."""
+        """The manifest of another dense version with the same layout. It shares the cached properties of this one."""
         assert not self.is_delta
+        _ = self._first_buckets, self._places  # every version needs them: computed once, for all
         other = copy(self)
         other.__dict__.update(version=version, identity=identity)
         return other
@@ -337,14 +338,20 @@ class Manifest:
         """Views of every tensor, by name, into the version's `stream` (1-D uint8, `total_bytes` long)."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         views: dict[str, torch.Tensor] = {}
-        for entry in self.entries:
-            dtype = entry.spec.dtype
+        for name, dtype, shape, strides, first in self._places:
             if (flat := typed.get(dtype)) is None:
                 whole = stream.numel() // dtype.itemsize * dtype.itemsize
                 flat = typed[dtype] = stream[:whole].view(dtype)
-            shape, first = entry.spec.shape, flat.storage_offset() + entry.offset // dtype.itemsize
-            views[entry.spec.name] = flat.as_strided(shape, entry.spec.strides, first)
+            views[name] = flat.as_strided(shape, strides, flat.storage_offset() + first)
         return views
+
+    @cached_property
+    def _places(self) -> list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
+        """Name, dtype, shape and strides of every tensor of the stream, and its first element there, in its own dtype."""
+        return [
+            (spec.name, spec.dtype, spec.shape, row_major_strides(spec.shape), offset // spec.dtype.itemsize)
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+        ]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Manifest:

@@ -138,12 +138,6 @@ class BucketCopies:
         end = max((copy.snapshot.end for copy in merged), default=0)
         return cls(merged, nbytes, end, unbroken, shifts.pop() if parallel else None)
 
-    def place(self, start: int, stop: int, nbytes: int) -> int | None:
-        """First byte in a snapshot of `nbytes` where the bytes of the window lie as in the stream; None if they do not."""
-        if self.shift is None or start + self.shift < 0 or stop + self.shift > nbytes:
-            return None
-        return start + self.shift
-
 
 def copy_strided(target: torch.Tensor, to: StridedRows, source: torch.Tensor, rows: StridedRows) -> None:
     """Copy `rows` of `source` to the rows `to` of `target`, both 1-D uint8."""

@@ -13,7 +13,7 @@ import torch
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError
 
-from .box import Box, boxes_of_run, row_major_strides
+from .box import Box, boxes_of_run
 
 _PART = "publisher"
 
@@ -137,11 +137,6 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size on the wire in bytes."""
         return self.numel * self.dtype.itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides in elements, by dimension, in row-major order."""
-        return row_major_strides(self.shape)
 
     def stands_for(self, other: TensorSpec) -> bool:
         """Whether `other` has the same name and shape, and the same dtype or another floating-point dtype."""
