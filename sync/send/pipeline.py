@@ -22,7 +22,7 @@ from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from ..plan.session_plan import SessionPlan
 from ..version.bucket_checksums import CHECKSUMS_FILE, StoredChecksums, checksum_of, checksums_document
 from ..version.manifest import Manifest
-from ..version.packing import CopyTable, copy_runs, gather_runs, scatter_runs
+from ..version.packing import CopyTable
 from ..version.safetensors_files import version_files
 from .sending_rank import PACKING_BUFFERS, PackingBuffers
 from .shard_gather import ShardGather
@@ -116,7 +116,7 @@ class BucketSource:
         buffers = self._buffers.of(self._manifest.largest_bucket_bytes)
         data = buffers[self._packed % len(buffers)][: stop - start]
         self._packed += 1
-        copy_runs(memory, own, start, stop, data)
+        own.pack(memory, start, stop, data)
         if self._gather is not None:
             self._add_other_ranks(self._gather, start, stop, data)
         return data
@@ -124,20 +124,21 @@ class BucketSource:
     def _add_other_ranks(self, gather: ShardGather, start: int, stop: int, data: torch.Tensor) -> None:
         for rank, table in enumerate(self._tables[1:], 1):
             for low, high in _messages(start, stop):
-                if nbytes := table.bytes_within(low, high):
+                if nbytes := table.window(low, high).packed_bytes:
                     packed = gather.receive(rank, nbytes, self._deadline)
-                    scatter_runs(packed, table, low, high, data[low - start : high - start])
+                    table.scatter(packed, low, high, data[low - start : high - start])
 
     def give(self, gather: ShardGather, rank: int) -> int:
         """[other ranks] Send this rank's bytes of every bucket to rank 0. Returns their number."""
         table, total = self._tables[rank], 0
         for index in range(self._manifest.bucket_count):
             for low, high in _messages(*self._manifest.window(index)):
-                if nbytes := table.bytes_within(low, high):
-                    self._wait(table.snapshot_end(low, high))
-                    packed = gather_runs(self._memory, table, low, high, gather.room(nbytes))
+                if (window := table.window(low, high)).pieces:
+                    self._wait(window.snapshot_end)
+                    packed = gather.room(window.packed_bytes)
+                    table.gather(self._memory, low, high, packed)
                     gather.give(packed, self._deadline)
-                    total += nbytes
+                    total += window.nbytes
         return total
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..plan.session_plan import PlanExchange, SessionPlan
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import CODEC_DELTA, CODEC_DENSE, Manifest
 from ..version.manifest_message import DeltaSegment
-from ..version.packing import CopyTable, SnapshotSlice, StridedCopy, snapshot_slices
+from ..version.packing import CopyTable, SnapshotSlice, snapshot_slices
 from .pipeline import BucketSource, Destination, SendPipeline, destinations_of
 from .rank_agreement import (
     DELTAS,
@@ -32,10 +32,7 @@ from .rank_agreement import (
     DIGESTS,
     MAGNITUDES,
     RankAgreement,
-    all_segments,
-    change_from_plain,
-    change_to_plain,
-    digests_from_plain,
+    from_plain,
     magnitudes_from_plain,
     magnitudes_to_plain,
 )
@@ -130,7 +127,9 @@ class SendSession:
         """
         accepted, tables, rank = set(go.receivers), self._tables, self._rank
         if manifest.is_delta:
-            tables = [self._delta_table(manifest)] if self._gather is None else delta_tables(segments)
+            tables = delta_tables(segments)
+            if self._gather is None:
+                tables = [tables[rank.number]]
         source = BucketSource(memory, progress, deadline, manifest, tables, rank.buffers, self._gather)
         if self._gather is not None and rank.number != 0:
             return source.give(self._gather, rank.number)
@@ -141,16 +140,6 @@ class SendSession:
             accepting = go.receivers if rank.stores else [name for name in to.receivers if name in accepted]
             destinations |= dict.fromkeys(manifest.buckets_of(lane), replace(to, receivers=accepting))
         return self.pipeline.send_version(manifest, source, destinations, deadline, go.stall_s)
-
-    def _delta_table(self, manifest: Manifest) -> CopyTable:
-        """Copies of the segments of this rank's lanes, which lie back to back in its memory, to their places in the delta."""
-        copies, offset = [], 0
-        for lane in sorted(self._lanes):
-            start, stop = manifest.bounds_of(lane)
-            if start < stop:
-                copies.append(StridedCopy.run(start, offset, stop - start))
-            offset += stop - start
-        return CopyTable(copies)
 
     def close(self) -> None:
         """Leave the session: its pending waits raise `ClosedError`. The links stay open until `close_links`. Idempotent."""
@@ -249,12 +238,12 @@ class Publication:
             if rank.chooser is not None:
                 agreement.publish(DELTAS, version, self._plain_delta())
             if rank.replicated is not None:
-                agreement.publish(DIGESTS, version, sorted(self._digests.items()))
+                agreement.publish(DIGESTS, version, self._digests)
         if rank.number != 0:
             return None
         if agreement is not None and rank.replicated is not None:
-            values = self._collect(agreement, DIGESTS, self._deadline())
-            rank.replicated.compare({name: digests_from_plain(plain) for name, plain in values.items()}, version)
+            digests = self._collect(agreement, DIGESTS, self._deadline())
+            rank.replicated.compare({name: from_plain(DIGESTS, plain) for name, plain in digests.items()}, version)
         manifest, _ = self._manifest_in(session, self._deadline())
         if self.is_superseded:  # while it was encoded
             return None
@@ -336,9 +325,9 @@ class Publication:
         mine = chooser.change(self._rank.numel) if self.is_delta else None
         changes = [mine]
         if session.agreement is not None:
-            session.agreement.publish(DENSITIES, self.version, change_to_plain(mine))
+            session.agreement.publish(DENSITIES, self.version, None if mine is None else asdict(mine))
             values = self._collect(session.agreement, DENSITIES, self._deadline())
-            changes = [change_from_plain(plain) for plain in values.values()]
+            changes = [from_plain(DENSITIES, plain) for plain in values.values()]
         choice = chooser.by_density(changes)
         if self.is_delta:
             self._choice = choice
@@ -391,9 +380,17 @@ class Publication:
             segments = [delta.segments]
             if session.agreement is not None:
                 values = self._collect(session.agreement, DELTAS, deadline)
-                segments = all_segments(values.values(), base.version)
+                segments = _all_segments(values.values(), base.version)
             if segments:
                 applies_to = (base.version, base.identity)
                 return delta_manifest(session.layout, self.version, applies_to, self.identity, segments), segments
             self.send_in_full("another rank cannot send a delta")
         return session.layout.as_version(self.version, self.identity), ()
+
+
+def _all_segments(values: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
+    """The segments of every rank, in rank order; empty unless every rank has a delta against `base_version`."""
+    deltas = [from_plain(DELTAS, plain) for plain in values]
+    if any(delta is None or delta[0] != base_version for delta in deltas):
+        return []
+    return [tuple(map(DeltaSegment.from_checked, segments)) for _, segments in deltas]

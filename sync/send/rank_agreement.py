@@ -16,10 +16,11 @@ from __future__ import annotations
 import base64
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import Base64Bytes, TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError, ProtocolError
 
@@ -29,7 +30,7 @@ from ..control.messages import from_bytes
 from ..control.rendezvous import Mailbox
 from ..version.box import Box
 from ..version.bucket_checksums import checksum_of
-from ..version.manifest_message import DeltaSegment, segments_from_plain
+from ..version.manifest_message import Counts, Segment
 from ..version.tensor_spec import LocalShard, TensorSlice, TensorSpec, raw_bytes
 from .snapshot.quantised_blocks import Magnitudes
 
@@ -112,72 +113,43 @@ DENSITIES = "changed elements"
 DELTAS = "delta segments"
 MAGNITUDES = "block magnitudes"
 DIGESTS = "digests of equal shards"
+_FORMS: dict[str, TypeAdapter[Any]] = {
+    DENSITIES: TypeAdapter(RankChange | None),
+    DELTAS: TypeAdapter(tuple[int, list[Segment]] | None),
+    MAGNITUDES: TypeAdapter(list[tuple[str, Counts, Counts, Base64Bytes]]),
+    DIGESTS: TypeAdapter(dict[int, str]),
+}
 
 
-def change_to_plain(change: RankChange | None) -> list[Any] | None:
-    """A rank's counts as JSON; None if it has none."""
-    return None if change is None else list(astuple(change))
-
-
-def change_from_plain(values: Any) -> RankChange | None:
-    """Parse the counts of another rank; raises `ProtocolError` for anything else."""
-    if values is None:
-        return None
+def from_plain(topic: str, value: Any) -> Any:
+    """Parse the value of another rank; raises `ProtocolError` for anything else."""
     try:
-        changed, compared, elements, sparse = values
-        return RankChange(int(changed), int(compared), int(elements), bool(sparse))
-    except (TypeError, ValueError, OverflowError) as cause:
-        raise ProtocolError(f"not a count of changed elements: {cause}.", part=DENSITIES) from None
-
-
-def all_segments(values: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
-    """The segments of every rank, in rank order; empty unless every rank has a delta against `base_version`.
-
-    Raises `ProtocolError` for invalid segments.
-    """
-    segments: list[tuple[DeltaSegment, ...]] = []
-    for plain in values:
-        if not isinstance(plain, list) or len(plain) != 2 or plain[0] != base_version:  # noqa: PLR2004 - version and segments
-            return []
-        segments.append(segments_from_plain(plain[1]))
-    return segments
+        return _FORMS[topic].validate_python(value)
+    except ValidationError as error:
+        raise ProtocolError(f"no valid {topic}: {error.errors()[0]['msg']}.", part=topic) from None
 
 
 def magnitudes_to_plain(mine: Iterable[Magnitudes]) -> list[Any]:
     """A rank's magnitudes as JSON."""
     return [
-        [
-            each.name,
-            *each.blocks.to_plain(),
-            base64.b64encode(each.values.cpu().contiguous().numpy().tobytes()).decode(),
-        ]
+        [each.name, *each.blocks.to_plain(), base64.b64encode(each.values.cpu().contiguous().numpy().data).decode()]
         for each in mine
     ]
 
 
-def magnitudes_from_plain(values: Any) -> list[Magnitudes]:
+def magnitudes_from_plain(value: Any) -> list[Magnitudes]:
     """Parse another rank's magnitudes; raises `ProtocolError` for anything else."""
-    if not isinstance(values, list):
-        raise ProtocolError("not a list of magnitudes.", part=MAGNITUDES)
-    return [_parsed(plain) for plain in values]
-
-
-def _parsed(plain: Any) -> Magnitudes:
     try:
-        name, starts, shape, values = plain
-        blocks = Box.from_plain([starts, shape])
-        numbers = torch.frombuffer(bytearray(base64.b64decode(values, validate=True)), dtype=torch.float32)
-        return Magnitudes(str(name), blocks, numbers.view(blocks.shape))
-    except (TypeError, ValueError, RuntimeError) as cause:
-        raise ProtocolError(f"not magnitudes: {cause}.", part=MAGNITUDES) from None
-
-
-def digests_from_plain(values: Any) -> dict[int, str]:
-    """Parse the digests of a rank, a list of pairs; raises `ProtocolError` for anything else."""
-    try:
-        return {int(number): str(digest) for number, digest in values}
-    except (TypeError, ValueError) as cause:
-        raise ProtocolError(f"not a list of digests: {cause}.", part=DIGESTS) from None
+        return [
+            Magnitudes(
+                name,
+                Box(tuple(starts), tuple(shape)),
+                torch.frombuffer(bytearray(values), dtype=torch.float32).view(shape),
+            )
+            for name, starts, shape, values in from_plain(MAGNITUDES, value)
+        ]
+    except (RuntimeError, ValueError) as cause:
+        raise ProtocolError(f"no valid {MAGNITUDES}: {cause}.", part=MAGNITUDES) from None
 
 
 _BUDGET_BYTES = 4 << 20

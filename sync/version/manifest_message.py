@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
 
@@ -16,12 +16,11 @@ LIMIT = 2**63
 """Versions, sizes and offsets stay below this, because torch counts in signed 64-bit numbers."""
 
 _Count = Annotated[int, Field(ge=0, lt=LIMIT), Strict()]
-_Counts = Annotated[list[_Count], Field(max_length=64)]
+Counts = Annotated[list[_Count], Field(max_length=64)]
 _Text = Annotated[str, Field(max_length=200)]
 # JSON has lists only, which strict mode would not take for tuples.
-_Segment = Annotated[tuple[_Count, _Counts, _Counts, _Count], Strict(strict=False)]
-_Tensor = Annotated[tuple[str, _Counts, str], Strict(strict=False)]
-_SEGMENTS: TypeAdapter[list[tuple[int, list[int], list[int], int]]] = TypeAdapter(list[_Segment])
+Segment = Annotated[tuple[_Count, Counts, Counts, _Count], Strict(strict=False)]
+_Tensor = Annotated[tuple[str, Counts, str], Strict(strict=False)]
 
 
 class ManifestMessage(BaseModel):
@@ -34,7 +33,7 @@ class ManifestMessage(BaseModel):
     base_version: _Count | None
     identity: _Text = ""
     base_identity: _Text = ""
-    segments: list[_Segment] = []
+    segments: list[Segment] = []
     bucket_bytes: Annotated[_Count, Field(gt=0)]
     whole_tensors: bool = False
     checksummed: bool = True
@@ -89,11 +88,3 @@ class DeltaSegment:
         """Undo `to_plain` for a segment whose types were checked."""
         tensor, starts, shape, nbytes = plain
         return cls(tensor, Box(tuple(starts), tuple(shape)), nbytes)
-
-
-def segments_from_plain(plain: Any) -> tuple[DeltaSegment, ...]:
-    """Parse another rank's list of segments. Raises `ProtocolError` for anything else."""
-    try:
-        return tuple(map(DeltaSegment.from_checked, _SEGMENTS.validate_python(plain)))
-    except ValidationError as error:
-        raise ProtocolError(f"not a list of segments: {error.errors()[0]['msg']}.", part="delta") from None

@@ -1,9 +1,9 @@
 """Packing: from the snapshots of trainer ranks to buckets.
 
 Every trainer rank copies only its own shards into one flat *snapshot* in the wire dtype. A `SnapshotSlice` has the places of
-elements in a snapshot and in the stream; a `StridedCopy` copies rows of equal length at equal distances in one call. If the bytes
-of a bucket lie in a snapshot as in the stream, the bucket is sent from it in place. Otherwise the bucket is filled from one
-snapshot, or from those of all ranks, so that no rank ever holds a large tensor in full.
+elements in a snapshot and in the stream. If the bytes of a bucket lie in a snapshot as in the stream, the bucket is sent from it
+in place. Otherwise the bucket is filled from one snapshot, or from those of all ranks, so that no rank ever holds a large tensor
+in full.
 """
 
 from __future__ import annotations
@@ -13,188 +13,15 @@ import operator
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 import torch
 
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
-from .box import Box, cut, row_major_strides
+from .box import Box, boxes_of_run, cut, row_major_strides
 from .manifest import Manifest
-from .tensor_spec import Shard, TensorSlice
-
-
-@dataclass(frozen=True, slots=True)
-class StridedRows:
-    """`count` rows of `nbytes` each, `step` bytes from one to the next, the first at byte `start`."""
-
-    start: int
-    step: int
-    nbytes: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        """One past the last byte."""
-        return self.start + (self.count - 1) * self.step + self.nbytes
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether there is no gap between rows."""
-        return self.count == 1 or self.step == self.nbytes
-
-    def moved(self, nbytes: int) -> StridedRows:
-        """The same rows, with `nbytes` added to their start."""
-        return StridedRows(self.start + nbytes, self.step, self.nbytes, self.count)
-
-    def part(self, row: int, count: int, skipped: int, nbytes: int) -> StridedRows:
-        """The part with `count` rows from row `row` on, and of each row `nbytes` bytes from byte `skipped` on."""
-        return StridedRows(self.start + row * self.step + skipped, self.step, nbytes, count)
-
-
-@dataclass(frozen=True, slots=True)
-class StridedCopy:
-    """Rows of the stream, and the same rows in a rank's snapshot."""
-
-    stream: StridedRows
-    snapshot: StridedRows
-
-    @classmethod
-    def run(cls, stream: int, snapshot: int, nbytes: int) -> StridedCopy:
-        """A copy of one row."""
-        return cls(StridedRows(stream, nbytes, nbytes, 1), StridedRows(snapshot, nbytes, nbytes, 1))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.stream.nbytes * self.stream.count
-
-    def within(self, start: int, stop: int) -> Iterator[StridedCopy]:
-        """The part in the stream window [`start`, `stop`): complete rows, and the parts of the first and last row."""
-        rows = self.stream
-        step = max(rows.step, 1)
-        row = max(0, (start - rows.start - rows.nbytes) // step + 1)
-        last = min(rows.count - 1, (stop - 1 - rows.start) // step)
-        while row <= last:
-            at = rows.start + row * rows.step
-            low, high = max(at, start), min(at + rows.nbytes, stop)
-            if high - low == rows.nbytes:
-                ends = rows.start + last * rows.step + rows.nbytes
-                count = last - row + (1 if ends <= stop else 0)
-            else:
-                count = 1
-            if low < high:
-                yield StridedCopy(
-                    *(side.part(row, count, low - at, high - low) for side in (self.stream, self.snapshot))
-                )
-            row += count
-
-    def can_follow(self, copies: Sequence[StridedCopy]) -> bool:
-        """Whether this row continues the rows `copies` at the same distance; rows may neither overlap nor go backwards."""
-        first, last = copies[0], copies[-1]
-        if self.stream.count > 1 or last.stream.count > 1 or self.stream.nbytes != last.stream.nbytes:
-            return False
-        steps = _steps(last, self)
-        return min(steps) >= self.stream.nbytes and (len(copies) == 1 or steps == _steps(first, copies[1]))
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCopy:
-    """A `StridedCopy`, and the places of its rows in a buffer that has all rows of a window back to back."""
-
-    stream: StridedRows
-    snapshot: StridedRows
-    packed: StridedRows
-
-
-@dataclass(frozen=True, slots=True)
-class BucketCopies:
-    """A rank's bytes in one window of the stream, in as few copies as possible."""
-
-    copies: Sequence[PackedCopy]
-    nbytes: int
-    snapshot_end: int
-    """One past the last byte of the snapshot that is needed."""
-    unbroken: bool
-    """Whether the bytes lie back to back in the snapshot, too."""
-    shift: int | None
-    """Offset in the snapshot minus offset in the stream, in bytes; None if it differs between the copies."""
-
-    @classmethod
-    def of(cls, copies: Iterable[StridedCopy]) -> BucketCopies:
-        """Merge copies that follow each other."""
-        merged: list[PackedCopy] = []
-        nbytes = 0
-        for copy in _equal_rows_merged(_adjoining_merged(copies)):
-            each, count = copy.stream.nbytes, copy.stream.count
-            merged.append(PackedCopy(copy.stream, copy.snapshot, StridedRows(nbytes, each, each, count)))
-            nbytes += each * count
-        contiguous = all(copy.snapshot.is_contiguous for copy in merged)
-        starts = [copy.snapshot.start for copy in merged[1:]]
-        unbroken = contiguous and all(copy.snapshot.end == start for copy, start in zip(merged, starts, strict=False))
-        shifts = {copy.snapshot.start - copy.stream.start for copy in merged}
-        parallel = len(shifts) == 1 and all(copy.snapshot.step == copy.stream.step for copy in merged)
-        end = max((copy.snapshot.end for copy in merged), default=0)
-        return cls(merged, nbytes, end, unbroken, shifts.pop() if parallel else None)
-
-
-def copy_strided(target: torch.Tensor, to: StridedRows, source: torch.Tensor, rows: StridedRows) -> None:
-    """Copy `rows` of `source` to the rows `to` of `target`, both 1-D uint8."""
-    if to.count == 1:
-        copy_bytes(target[to.start : to.start + to.nbytes], source[rows.start : rows.start + rows.nbytes])
-        return
-    into, out = (
-        flat.as_strided((side.count, side.nbytes), (side.step, 1), flat.storage_offset() + side.start)
-        for flat, side in ((target, to), (source, rows))
-    )
-    into.copy_(out)
-
-
-def _steps(one: StridedCopy, other: StridedCopy) -> tuple[int, int]:
-    return other.stream.start - one.stream.start, other.snapshot.start - one.snapshot.start
-
-
-def _equal_rows_merged(copies: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
-    """Merge rows of equal length at equal distances, if the distances are equal on both sides."""
-    group: list[StridedCopy] = []
-    for copy in copies:
-        if group and not copy.can_follow(group):
-            yield _merged(group)
-            group = []
-        group.append(copy)
-    if group:
-        yield _merged(group)
-
-
-def _merged(group: Sequence[StridedCopy]) -> StridedCopy:
-    first, count = group[0], len(group)
-    if count == 1:
-        return first
-    sides = zip((first.stream, first.snapshot), _steps(first, group[1]), strict=True)
-    return StridedCopy(*(StridedRows(side.start, step, side.nbytes, count) for side, step in sides))
-
-
-def _adjoining_merged(copies: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
-    """Merge rows that begin where the row before ends, on both sides."""
-    last: StridedCopy | None = None
-    for copy in copies:
-        if last is not None and _adjoin(last, copy):
-            last = StridedCopy.run(last.stream.start, last.snapshot.start, last.nbytes + copy.nbytes)
-            continue
-        if last is not None:
-            yield last
-        last = copy
-    if last is not None:
-        yield last
-
-
-def _adjoin(last: StridedCopy, copy: StridedCopy) -> bool:
-    return (
-        last.stream.count == copy.stream.count == 1
-        and last.stream.end == copy.stream.start
-        and last.snapshot.end == copy.snapshot.start
-    )
+from .tensor_spec import Shard, TensorSlice, raw_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,33 +40,49 @@ class SnapshotSlice:
     """Strides in the snapshot, in elements."""
     dtype: torch.dtype
 
-    def view(self, snapshot: torch.Tensor) -> torch.Tensor:
-        """The elements, as a view of `snapshot` (1-D uint8) with the slice's shape."""
-        flat = snapshot[: snapshot.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
-        return flat.as_strided(self.box.shape, self.strides, flat.storage_offset() + self.first)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.dtype.itemsize
 
     @property
     def end(self) -> int:
         """One past the last byte in the snapshot."""
         return (self.first + _dot((size - 1 for size in self.box.shape), self.strides) + 1) * self.dtype.itemsize
 
+    @property
+    def stream_strides(self) -> tuple[int, ...]:
+        """Strides in the stream, in elements."""
+        return row_major_strides(self.shape)
+
+    @property
+    def first_in_tensor(self) -> int:
+        """Offset of the first element in the tensor of the stream, in elements."""
+        return _dot(self.box.starts, self.stream_strides)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the elements lie at the same distances in the snapshot as in the stream."""
+        sides = zip(self.box.shape, self.strides, self.stream_strides, strict=True)
+        return all(size == 1 or here == there for size, here, there in sides)
+
+    def view(self, snapshot: torch.Tensor) -> torch.Tensor:
+        """The elements, as a view of `snapshot` (1-D uint8) with the slice's shape."""
+        return _strided(snapshot, self.dtype, self.first, self.box.shape, self.strides)
+
+    def part(self, box: Box) -> SnapshotSlice:
+        """The elements in `box`, which is in the slice."""
+        return replace(self, box=box, first=self.first + _dot(box.within(self.box).starts, self.strides))
+
     def cut(self, most: int) -> Iterator[SnapshotSlice]:
         """Cut the slice into parts of at most `most` elements, in the order of the elements."""
-        for box in cut(self.box, most):
-            first = self.first + _dot(box.within(self.box).starts, self.strides)
-            yield SnapshotSlice(self.tensor, box, self.shape, first, self.strides, self.dtype)
+        return map(self.part, cut(self.box, most))
 
-    def copies(self, offset: int) -> Iterator[StridedCopy]:
-        """The copies between the snapshot and a stream in which the tensor begins at byte `offset`."""
-        strides = row_major_strides(self.shape)
-        width = self.dtype.itemsize
-        sides = list(zip(self.box.shape, strides, self.strides, strict=True))
-        for stream, snapshot, length, count, steps in _common_rows(_dot(self.box.starts, strides), self.first, sides):
-            rows = [
-                StridedRows(start * width, step * width, length * width, count)
-                for start, step in zip((stream, snapshot), steps, strict=True)
-            ]
-            yield StridedCopy(rows[0].moved(offset), rows[1])
+    def within(self, low: int, high: int) -> Iterator[SnapshotSlice]:
+        """The parts among the elements [`low`, `high`) of the tensor, counted in row-major order."""
+        for run in boxes_of_run(self.shape, low, high - low):
+            if (common := run.intersect(self.box)) is not None:
+                yield self.part(common)
 
 
 def snapshot_slices(
@@ -277,99 +120,127 @@ def _dot(index: Iterable[int], strides: tuple[int, ...]) -> int:
     return sum(map(operator.mul, index, strides))
 
 
-def _common_rows(
-    one: int, other: int, sides: Sequence[tuple[int, int, int]]
-) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-    """Divide a slice into rows that are contiguous both in the stream and in the snapshot, which have different strides.
+def _strided(
+    memory: torch.Tensor, dtype: torch.dtype, first: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    """A view of `memory` (1-D uint8) as elements of `dtype`; `first` and `strides` are in elements."""
+    flat = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return flat.as_strided(shape, strides, flat.storage_offset() + first)
 
-    Args:
-        one: First element on one side.
-        other: First element on the other side.
-        sides: Size and both strides of each dimension, outermost first.
 
-    Yields:
-        First element on each side, length of a row, number of rows, and the step between rows on each side.
-    """
-    left = [side for side in sides if side[0] != 1]
-    length = 1
-    while left and left[-1][1] == left[-1][2] == length:
-        length *= left.pop()[0]
-    count, steps = 1, (length, length)
-    if left:
-        count, *_ = last = left.pop()
-        steps = last[1], last[2]
-        while left and left[-1][1] == steps[0] * count and left[-1][2] == steps[1] * count:
-            count *= left.pop()[0]
-    for number in range(math.prod(size for size, *_ in left)):
-        first, second, rest = one, other, number
-        for size, stride, other_stride in reversed(left):
-            rest, at = divmod(rest, size)
-            first += at * stride
-            second += at * other_stride
-        yield first, second, length, count, steps
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements in one window of the stream."""
+
+    part: SnapshotSlice
+    first: int
+    """Offset of the first element in the stream, in elements."""
+    packed: int
+    """Offset of the first element in a buffer that has all pieces of the window back to back, in elements."""
+
+    def in_window(self, payload: torch.Tensor, start: int) -> torch.Tensor:
+        """The elements in `payload` (1-D uint8), the window that begins at byte `start` of the stream."""
+        part = self.part
+        first = self.first - start // part.dtype.itemsize
+        return _strided(payload, part.dtype, first, part.box.shape, part.stream_strides)
+
+    def in_packed(self, packed: torch.Tensor) -> torch.Tensor:
+        """The elements in `packed` (1-D uint8), which has all pieces of the window."""
+        shape = self.part.box.shape
+        return _strided(packed, self.part.dtype, self.packed, shape, row_major_strides(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A rank's bytes in one window of the stream."""
+
+    pieces: Sequence[Piece]
+    nbytes: int
+    """Bytes of all pieces."""
+    packed_bytes: int
+    """Length of a buffer that has all pieces back to back, each aligned for its dtype."""
+    snapshot_end: int
+    """One past the last byte of the snapshot that is needed."""
+    shift: int | None
+    """Offset in the snapshot minus offset in the stream, in bytes; None if it differs between the pieces."""
 
 
 _KEPT_WINDOWS = 1 << 14
-"""Limit for the windows whose copies are kept for the next version, which bounds their memory."""
+"""Limit for the windows that are kept for the next version, which bounds their memory."""
+_PACKED_ALIGNMENT = 8
+"""Pieces begin at multiples of this in a packed buffer: the size of the largest elements."""
 
 
 class CopyTable:
-    """The copies between one rank's snapshot and the stream."""
+    """The copies between one rank's snapshot and the stream.
 
-    def __init__(self, copies: Iterable[StridedCopy]) -> None:
-        self._copies = sorted(copies, key=lambda copy: copy.stream.start)
-        # The largest end up to each copy: the rows of one copy may lie between the rows of another.
-        self._reach = list(accumulate((copy.stream.end for copy in self._copies), max))
-        self._windows: dict[tuple[int, int], BucketCopies] = {}
+    Args:
+        placed: The slices of the snapshot, each with the first byte of its tensor in the stream.
+    """
+
+    def __init__(self, placed: Iterable[tuple[SnapshotSlice, int]]) -> None:
+        self._placed = sorted(placed, key=lambda each: each[1])
+        self._ends = [offset + math.prod(each.shape) * each.dtype.itemsize for each, offset in self._placed]
+        self._windows: dict[tuple[int, int], Window] = {}
 
     @classmethod
     def of(cls, slices: Iterable[SnapshotSlice], layout: Manifest) -> CopyTable:
         """The table of a rank whose snapshot has these slices of the stream `layout`."""
         offsets = layout.offsets
-        return cls(copy for each in slices for copy in each.copies(offsets[each.tensor]))
+        return cls((each, offsets[each.tensor]) for each in slices)
 
-    def within(self, start: int, stop: int) -> Iterator[StridedCopy]:
-        """The parts of the copies in the stream window [`start`, `stop`)."""
-        for copy in self._copies[bisect_right(self._reach, start) :]:
-            if copy.stream.start >= stop:
-                return
-            yield from copy.within(start, stop)
+    @classmethod
+    def run(cls, stream: int, nbytes: int) -> CopyTable:
+        """The table of a rank whose first `nbytes` in memory lie at byte `stream` of the stream."""
+        box = Box.whole((nbytes,))
+        return cls([(SnapshotSlice(0, box, box.shape, 0, (1,), torch.uint8), stream)] if nbytes else [])
 
-    def window(self, start: int, stop: int) -> BucketCopies:
-        """The copies of the stream window [`start`, `stop`); cached."""
+    def window(self, start: int, stop: int) -> Window:
+        """The rank's bytes in the stream window [`start`, `stop`); cached. No element lies across a border of the window."""
         window = self._windows.get((start, stop))
         if window is None:
             if len(self._windows) >= _KEPT_WINDOWS:
                 self._windows.clear()
-            window = self._windows[start, stop] = BucketCopies.of(self.within(start, stop))
+            window = self._windows[start, stop] = self._window(start, stop)
         return window
 
-    def bytes_within(self, start: int, stop: int) -> int:
-        """Bytes of the window that this rank holds."""
-        return self.window(start, stop).nbytes
+    def _window(self, start: int, stop: int) -> Window:
+        pieces: list[Piece] = []
+        nbytes = packed = end = 0
+        shifts: set[int | None] = set()
+        for each, offset in self._placed[bisect_right(self._ends, start) :]:
+            if offset >= stop:
+                break
+            width = each.dtype.itemsize
+            numel = math.prod(each.shape)
+            low, high = max(start - offset, 0) // width, min((stop - offset) // width, numel)
+            for part in each.within(low, high):
+                first = offset // width + part.first_in_tensor
+                pieces.append(Piece(part, first, packed // width))
+                nbytes += part.nbytes
+                packed += -(-part.nbytes // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT
+                end = max(end, part.end)
+                shifts.add((part.first - first) * width if part.is_parallel else None)
+        return Window(pieces, nbytes, packed, end, shifts.pop() if len(shifts) == 1 else None)
 
-    def snapshot_end(self, start: int, stop: int) -> int:
-        """One past the last byte of the snapshot that the window needs."""
-        return self.window(start, stop).snapshot_end
+    def pack(self, snapshot: torch.Tensor, start: int, stop: int, payload: torch.Tensor) -> None:
+        """Copy this rank's bytes of the window to their places in `payload` (uint8, as long as the window)."""
+        for piece in self.window(start, stop).pieces:
+            _copy(piece.in_window(payload, start), piece.part.view(snapshot))
+
+    def gather(self, snapshot: torch.Tensor, start: int, stop: int, packed: torch.Tensor) -> None:
+        """Copy this rank's bytes of the window into `packed` (uint8, `Window.packed_bytes` long)."""
+        for piece in self.window(start, stop).pieces:
+            _copy(piece.in_packed(packed), piece.part.view(snapshot))
+
+    def scatter(self, packed: torch.Tensor, start: int, stop: int, payload: torch.Tensor) -> None:
+        """Copy bytes that `gather` has written on another rank to their places in `payload`."""
+        for piece in self.window(start, stop).pieces:
+            _copy(piece.in_window(payload, start), piece.in_packed(packed))
 
 
-def copy_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, payload: torch.Tensor) -> None:
-    """Copy this rank's bytes of the window to their places in `payload` (uint8, as long as the window)."""
-    for copy in table.window(start, stop).copies:
-        copy_strided(payload, copy.stream.moved(-start), snapshot, copy.snapshot)
-
-
-def gather_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, packed: torch.Tensor) -> torch.Tensor:
-    """This rank's bytes of the window, back to back: a view of the snapshot if they are contiguous there, else in `packed`."""
-    window = table.window(start, stop)
-    if window.unbroken:
-        return snapshot[window.snapshot_end - window.nbytes : window.snapshot_end]
-    for copy in window.copies:
-        copy_strided(packed, copy.packed, snapshot, copy.snapshot)
-    return packed[: window.nbytes]
-
-
-def scatter_runs(packed: torch.Tensor, table: CopyTable, start: int, stop: int, payload: torch.Tensor) -> None:
-    """Copy bytes that `gather_runs` returned on another rank to their places in `payload`."""
-    for copy in table.window(start, stop).copies:
-        copy_strided(payload, copy.stream.moved(-start), packed, copy.packed)
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_contiguous() and source.is_contiguous():
+        copy_bytes(raw_bytes(target), raw_bytes(source))
+    else:
+        target.copy_(source)

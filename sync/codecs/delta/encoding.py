@@ -17,7 +17,7 @@ from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest
 from ...version.manifest_message import DeltaSegment
-from ...version.packing import CopyTable, SnapshotSlice, StridedCopy
+from ...version.packing import CopyTable, SnapshotSlice
 from ...version.tensor_spec import Shard
 from .format import Encoded, TooDense, encode
 from .format.integer_views import INTEGERS
@@ -217,10 +217,10 @@ def delta_manifest(
 
 
 def delta_tables(segments: Sequence[Sequence[DeltaSegment]]) -> list[CopyTable]:
-    """The copy table of every rank, whose segments lie back to back in the rank's memory."""
+    """The copy table of every rank, whose segments lie back to back in the rank's memory and in the delta."""
     tables, offset = [], 0
     for mine in segments:
         nbytes = sum(segment.nbytes for segment in mine)
-        tables.append(CopyTable([StridedCopy.run(offset, 0, nbytes)] if nbytes else []))
+        tables.append(CopyTable.run(offset, nbytes))
         offset += nbytes
     return tables

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hop_run import MakeRun
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.sync.codecs.codec_choice import DELTA_BELOW, DENSE_ABOVE, CodecChooser, RankChange
-from weightlane.sync.send.rank_agreement import change_from_plain, change_to_plain
+from weightlane.sync.send.rank_agreement import DENSITIES, from_plain
 
 
 def carried(policy: str, versions: int, full_every: int = 1000) -> list[str]:
@@ -49,11 +51,11 @@ def test_auto_sends_deltas_below_a_share_and_dense_above_a_higher_one_on_all_ran
 
 def test_nothing_but_a_count_is_taken_from_another_rank() -> None:
     change = RankChange(3, 4, 5, sparse=True)
-    assert change_from_plain(change_to_plain(change)) == change
-    assert change_from_plain(change_to_plain(None)) is None
+    assert from_plain(DENSITIES, dataclasses.asdict(change)) == change
+    assert from_plain(DENSITIES, None) is None
     for said in (7, "delta", [1, 2, 3], [1, 2, 3, True, 4], [None, 2, 3, True]):
         with pytest.raises(ProtocolError, match="changed elements"):
-            change_from_plain(said)
+            from_plain(DENSITIES, said)
 
 
 def test_auto_learns_the_share_from_the_versions_that_it_sends(make_run: MakeRun) -> None:

@@ -13,13 +13,7 @@ from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.send.snapshot.places import compact_places, stream_places
 from weightlane.sync.send.snapshot.snapshot import Progress, Snapshot
 from weightlane.sync.version.manifest import ALIGNMENT_BYTES
-from weightlane.sync.version.packing import (
-    CopyTable,
-    copy_runs,
-    gather_runs,
-    scatter_runs,
-    snapshot_slices,
-)
+from weightlane.sync.version.packing import CopyTable, snapshot_slices
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -69,14 +63,13 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
         start, stop = manifest.window(index)
         assert stop - start <= manifest.largest_bucket_bytes
         payload = staging[start:stop]
-        assert tables[0].snapshot_end(start, stop) <= snapshots[0].numel()
-        copy_runs(snapshots[0], tables[0], start, stop, payload)
+        assert tables[0].window(start, stop).snapshot_end <= snapshots[0].numel()
+        tables[0].pack(snapshots[0], start, stop, payload)
         for rank in range(1, world):
             table = tables[rank]
-            room = torch.empty(table.bytes_within(start, stop), dtype=torch.uint8)
-            packed = gather_runs(snapshots[rank], table, start, stop, room)
-            assert packed.numel() == room.numel()
-            scatter_runs(packed, table, start, stop, payload)
+            packed = torch.empty(table.window(start, stop).packed_bytes, dtype=torch.uint8)
+            table.gather(snapshots[rank], start, stop, packed)
+            table.scatter(packed, start, stop, payload)
     if world == 1:  # then the snapshot can be the stream itself
         in_stream = stream_places(by_rank[0], manifest)
         assert in_stream is not None
