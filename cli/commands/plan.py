@@ -6,29 +6,30 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
-from weightlane.sync.config import Relay
-from weightlane.sync.plan import assign_slices
+from weightlane.ckpt_engines import Capabilities, CheckpointEngineRegistry, ConfigError, Delivery
+from weightlane.sync.config import Relay, SyncConfig
 from weightlane.sync.plan.links import check_relay
-from weightlane.sync.plan.plan_report import Shown, configured_report, plan_report
-from weightlane.sync.plan.shapes.model_shapes import Wire, shape_named, weights
+from weightlane.sync.plan.plan_report import Shown, plan_report
+from weightlane.sync.plan.shapes.model_shapes import shape_named, weights
 from weightlane.sync.plan.shapes.parallel_layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.publisher import publisher_name
 
 from ..output import console
 
 _SIDES = (("sender", "sends"), ("receiver", "receives"), ("relay", "relays"))
+_DIRECT = Capabilities(frozenset({"cpu"}), frozenset({Delivery.POINT_TO_POINT}))
+"""Capabilities of an engine that sends to each receiver."""
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> dict[str, Any]:
-    """Return the `configured_report` of the run configured at `path`, with `shown` as in `traffic_report`.
+    """Return the `plan_report` of the run configured at `path`, with `shown` as in `traffic_report`.
 
     The report needs no weights in memory and no GPU, and the checkpoint engine need not run here. Raises the errors that
     ``weightlane train`` raises before it starts anything, or a `WeightlaneError` when the training engine cannot tell which
@@ -67,7 +68,7 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
             of_size, why_whole = {size: one.ranks for size, one in planned.items()}, needs.why_whole
     wire = wire_dtype(config, computes)
     placements = outlined_placements(config.trainer, model.path, wire)
-    report = configured_report(
+    report = plan_report(
         {publisher_name(rank): placement for rank, placement in enumerate(placements)},
         {
             f"rollout-{replica}/{rank}": need
@@ -85,7 +86,13 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
 
 
 def shape_report(
-    name: str, trainer: str, rollout: str, wire: Wire, relay: Relay, engine: str, **shown: Unpack[Shown]
+    name: str,
+    trainer: str,
+    rollout: str,
+    wire: Literal["bf16", "fp8"],
+    relay: Relay,
+    engine: str,
+    **shown: Unpack[Shown],
 ) -> dict[str, Any]:
     """Return the `plan_report` of a known shape. An empty layout means the shape's usual one.
 
@@ -95,9 +102,8 @@ def shape_report(
     shape = shape_named(name)
     usual = USUAL[name.lower()]
     holding, needing = TrainerLayout.parse(trainer or usual[0]), RolloutLayout.parse(rollout or usual[1])
-    tensors = weights(shape, wire)
-    shares = assign_slices(holding.placements(shape, tensors))
-    collective = False
+    tensors = list(weights(shape))
+    facts = _DIRECT
     if engine:
         facts = CheckpointEngineRegistry().engine_class(engine).capabilities
         check_relay(relay, engine, facts)
@@ -107,8 +113,9 @@ def shape_report(
                 part="plan",
                 hint="Leave out --engine, or name an engine between hosts, such as nccl.",
             )
-        collective = facts.collective
-    report = plan_report(shares, needing.placements(shape, tensors), relay=relay, collective=collective, **shown)
+    sync = SyncConfig(relay=relay, quantise="fp8" if wire == "fp8" else "none")
+    held, needed = holding.placements(shape, tensors), needing.placements(shape, tensors)
+    report = plan_report(held, needed, facts, sync, **shown)
     told = {"shape": shape.name, "trainer": trainer or usual[0], "rollout": rollout or usual[1], "wire": wire}
     return told | report
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from weightlane.ckpt_engines import Capabilities
 
 from ..codecs.quantised.quantisation import quantised_shares
-from ..config import Relay, SyncConfig
+from ..config import SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
 from .links import Route, collective_links, plan_routes
@@ -36,7 +36,7 @@ class Shown(TypedDict, total=False):
     receiver_gbps: float
 
 
-def configured_report(
+def plan_report(
     held: Mapping[str, Placement],
     needed: Mapping[str, Placement | None],
     facts: Capabilities,
@@ -53,8 +53,9 @@ def configured_report(
         shown: See `traffic_report`.
 
     Returns:
-        The result of `plan_report`, or of `store_report` for an engine that stores versions, and ``notes``: sentences about the
-        assumptions behind the figures.
+        Sizes of the plan, ``minimum_bytes`` (the bytes that rollout ranks need, each sent once to each rank), the result of
+        `traffic_report`, and ``notes``: sentences about the assumptions behind the figures. For an engine that stores versions
+        the result of `store_report`, and ``notes``.
 
     Raises:
         ManifestError: The ranks together do not hold every element, or disagree about a tensor.
@@ -72,47 +73,18 @@ def configured_report(
         notes.append("the first trainer rank gathers whole tensors and writes them; every rollout rank reads them all")
         return store_report(shares, needed, **shown) | {"notes": notes}
     supply = Supply.of(shares, sync)
-    on_the_wire = {
-        name: (None if need is None else supply.on_the_wire(need)) or supply.whole for name, need in needed.items()
-    }
+    known = {id(need): None if need is None else supply.on_the_wire(need) for need in needed.values()}
+    on_the_wire = {name: known[id(need)] or supply.whole for name, need in needed.items()}
     if facts.views:
         notes.append("every rollout rank can read the memory of every trainer rank, and copies the slices it needs")
-    if mismatch := _first_mismatch(needed, supply):
+    if mismatch := _first_mismatch([need for need in needed.values() if known[id(need)] is None], supply):
         notes.append(f"rollout ranks get whole tensors: they expect {mismatch}")
     cut: Literal["exact", "shares"] = "shares" if facts.views else "exact"
-    report = plan_report(shares, on_the_wire, cut=cut, relay=sync.relay, collective=facts.collective, **shown)
-    return report | {"notes": notes + report["notes"]}
-
-
-def plan_report(
-    shares: Mapping[str, Placement],
-    needed: Mapping[str, Placement],
-    *,
-    cut: Literal["exact", "shares"] = "exact",
-    relay: Relay = "off",
-    collective: bool = False,
-    **shown: Unpack[Shown],
-) -> dict[str, Any]:
-    """Plan a transfer, and report the plan.
-
-    Args:
-        shares: The slices that each trainer rank sends, from `assign_slices`.
-        needed: The slices that each rollout rank needs, on the wire.
-        cut: See `plan_transfer`.
-        relay: See `SyncConfig`.
-        collective: Whether the engine is collective, so that receivers pass on the lanes that many of them get.
-        shown: See `traffic_report`.
-
-    Returns:
-        Sizes of the plan, ``minimum_bytes`` (the bytes that rollout ranks need, each sent once to each rank), the result of
-        `traffic_report`, and ``notes``.
-
-    Raises:
-        ManifestError: See `plan_transfer`.
-    """
-    plan = plan_transfer(shares, needed, cut=cut)
-    routes = plan_routes(plan, relay)
-    broadcast = _broadcast_hops(plan, routes) if collective else {}
+    plan = plan_transfer(shares, on_the_wire, cut=cut)
+    routes = plan_routes(plan, sync.relay)
+    broadcast = _broadcast_hops(plan, routes) if facts.collective else {}
+    if broadcast:
+        notes.append(_BROADCAST_NOTE)
     links: Counter[tuple[str, str]] = Counter()
     for number, (route, nbytes) in enumerate(zip(routes, plan.lane_bytes, strict=True)):
         for hop in broadcast.get(number, route.hops):
@@ -122,15 +94,22 @@ def plan_report(
         "tensors": len(plan.specs),
         "payload_bytes": sum(spec.nbytes for spec in plan.specs),
         "cut": cut,
-        "relay": relay,
+        "relay": sync.relay,
         "lanes": len(plan.lanes),
         "relayed_lanes": sum(route.relayed for route in routes),
         "broadcast_lanes": len(broadcast),
         "cells": sum(len(lane.cells) for lane in plan.lanes),
-        "minimum_bytes": _needed_bytes(plan, needed),
+        "minimum_bytes": _nbytes_of_all(on_the_wire),
         **traffic_report(links, shares, needed, **shown),
-        "notes": [_BROADCAST_NOTE] if broadcast else [],
+        "notes": notes,
     }
+
+
+def _nbytes_of_all(needed: Mapping[str, Placement]) -> int:
+    """Bytes that all rollout ranks need together; of a placement that ranks share, elements are counted once."""
+    distinct = {id(placement): placement for placement in needed.values()}
+    sizes = {key: placement.nbytes for key, placement in distinct.items()}
+    return sum(sizes[id(placement)] for placement in needed.values())
 
 
 def _broadcast_hops(plan: TransferPlan, routes: Sequence[Route]) -> dict[int, list[tuple[str, str]]]:
@@ -221,22 +200,11 @@ def _busiest(nbytes: Mapping[str, int], ranks: Collection[str], gbps: float) -> 
     return {"rank": name, "bytes": most, "over_mean": most / mean, "seconds": 8e-9 * most / gbps if gbps else None}
 
 
-def _needed_bytes(plan: TransferPlan, needed: Mapping[str, Placement]) -> int:
-    """Bytes that all rollout ranks need together, in the dtypes of the wire."""
-    itemsize = {spec.name: spec.dtype.itemsize for spec in plan.specs}
-    ranks = Counter(map(id, needed.values()))
-    placements = {id(placement): placement for placement in needed.values()}
-    return sum(
-        ranks[key] * sum(itemsize[spec.name] * box.numel for spec, box in placement.slices)
-        for key, placement in placements.items()
-    )
-
-
-def _first_mismatch(needed: Mapping[str, Placement | None], supply: Supply) -> str:
-    """Text about the first tensor that is not sent as a rank expects it; empty if there is none."""
+def _first_mismatch(others: Iterable[Placement | None], supply: Supply) -> str:
+    """Text about the first tensor that is not sent as a rank in `others` expects it; empty if there is none."""
     sent = {spec.name: spec for spec in supply.specs}
-    for need in needed.values():
-        if need is None or supply.on_the_wire(need) is not None:
+    for need in others:
+        if need is None:
             continue
         expected = {spec.name: spec for spec in need.named_as(sent.keys()).specs}
         names = [*expected, *(name for name in sent if not is_computed(name))]

@@ -33,7 +33,7 @@ from ..version.placement import Placement
 from ..version.tensor_spec import LocalShard, Shard, TensorSlice
 from .rank_agreement import ReplicatedShards
 from .snapshot.places import compact_places, share_places, stream_places
-from .snapshot.quantised_snapshot import QuantisedShards
+from .snapshot.quantised_snapshot import quantised_slices, quantised_snapshot
 from .snapshot.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
@@ -199,22 +199,22 @@ class SendingRank:
         turns = {name: turn for turn, name in enumerate(dict.fromkeys(_names(shares.values())))}
         own = sorted(_cut(shards, shares[str(rank)]), key=lambda shard: (turns[shard.spec.name], shard.starts))
         self.slices: Sequence[Shard] = own
-        quantised: QuantisedShards | None = None
         if config.quantised:
-            quantised = QuantisedShards(own)
             shares = quantised_shares(shares)
-            self.slices = quantised.slices
+            self.slices = quantised_slices(own)
         self._supply = Supply.of(shares, config)
-        if quantised is None:
+        if not config.quantised:
             slices = [TensorSlice(spec, box) for spec, box in shares[str(rank)].slices]
             self.offsets = share_places(own, sorted(slices, key=lambda each: (turns[each.spec.name], each.box.starts)))
         else:
             self.offsets = compact_places(self.slices)
         if self.stores and self.alone:  # the snapshot is laid out as the stored stream, if possible
             self.offsets = stream_places(self.slices, self._supply.stored_layout) or self.offsets
-        self.snapshot = Snapshot.of(own, self.offsets) if quantised is None else quantised.snapshot(self.offsets)
-        held = next((shard.data.device for shard in shards), None)
-        self.device = buffer_device(engine, held, name)
+        if config.quantised:
+            self.snapshot = quantised_snapshot(own, self.slices, self.offsets)
+        else:
+            self.snapshot = Snapshot.of(own, self.offsets)
+        self.device = buffer_device(engine, next((shard.data.device for shard in shards), None), name)
         self.runtime = runtime_of(self.device)
         owner = None if self.gathers else engine  # the engine never reads a snapshot that is gathered
         nbytes = self.snapshot.nbytes

@@ -89,54 +89,29 @@ class Box:
         """The inverse of `within`."""
         return Box(tuple(a + b for a, b in zip(self.starts, outer.starts, strict=True)), self.shape)
 
-    def rows(self, shape: tuple[int, ...]) -> tuple[int, int, int, int] | None:
-        """The box in a row-major tensor of `shape`, as equal rows at equal distances.
-
-        Returns:
-            First element, length of a row, number of rows, and the step between rows, all in elements; None when the box does not
-            consist of such rows.
-        """
+    def run(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """First element and number of elements of the box in a row-major tensor of `shape`; None if they are not contiguous."""
+        axis = next((axis for axis, size in enumerate(self.shape) if size > 1), len(shape))
+        if self.shape[axis + 1 :] != shape[axis + 1 :]:
+            return None
         strides = row_major_strides(shape)
-        first = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
-        axis, run = len(shape), 1
-        while axis and self.shape[axis - 1] == shape[axis - 1]:  # complete inner dimensions are contiguous
-            axis -= 1
-            run *= shape[axis]
-        if axis:
-            axis -= 1
-            run *= self.shape[axis]
-        count, step = 1, run
-        while axis and self.shape[axis - 1] == 1:
-            axis -= 1
-        if axis:  # one dimension of rows; outer dimensions that continue at the same step join it
-            axis -= 1
-            count, step = self.shape[axis], strides[axis]
-            while axis and step * shape[axis] == strides[axis - 1] and self.shape[axis] == shape[axis]:
-                axis -= 1
-                count *= self.shape[axis]
-            if math.prod(self.shape[:axis]) != 1:
-                return None
-        return first, run, count, step
+        return sum(start * stride for start, stride in zip(self.starts, strides, strict=True)), self.numel
 
     def runs(self, shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int]]:
         """Find elements [`first`, `last`) of the box, counted in row-major order, in a row-major tensor of `shape`.
 
         Yields the first position and the length of each contiguous run, in the order of the elements.
         """
-        rows = self.rows(shape)
-        if rows is None:
-            axis = next(axis for axis, size in enumerate(self.shape) if size > 1)
-            inner = self.numel // self.shape[axis]
-            for index in range(first // inner, -(-last // inner)):
-                part = self.with_axis(axis, self.starts[axis] + index, 1)
-                yield from part.runs(shape, max(first - index * inner, 0), min(last - index * inner, inner))
+        run = self.run(shape)
+        if run is not None:
+            if first < last:
+                yield run[0] + first, last - first
             return
-        start, run, _, step = rows
-        while first < last:
-            row, offset = divmod(first, run)
-            length = min(run - offset, last - first)
-            yield start + row * step + offset, length
-            first += length
+        axis = next(axis for axis, size in enumerate(self.shape) if size > 1)
+        inner = self.numel // self.shape[axis]
+        for index in range(first // inner, -(-last // inner)):
+            part = self.with_axis(axis, self.starts[axis] + index, 1)
+            yield from part.runs(shape, max(first - index * inner, 0), min(last - index * inner, inner))
 
     def to_plain(self) -> list[list[int]]:
         """The box as JSON: ``[starts, shape]``."""
@@ -213,13 +188,10 @@ def positions_in(shape: tuple[int, ...], box: Box, positions: torch.Tensor) -> t
     Returns:
         int64, ascending, in the row-major flattened tensor.
     """
-    strides, rest = row_major_strides(shape), positions
-    rows = box.rows(shape)
-    if rows is not None:
-        first, run, count, step = rows
-        return positions + first if count == 1 else positions + first + (step - run) * (positions // run)
-    found = torch.zeros_like(positions)
-    for start, inner, stride in zip(box.starts, row_major_strides(box.shape), strides, strict=True):
+    if (run := box.run(shape)) is not None:
+        return positions + run[0]
+    found, rest = torch.zeros_like(positions), positions
+    for start, inner, stride in zip(box.starts, row_major_strides(box.shape), row_major_strides(shape), strict=True):
         found += (rest // inner + start) * stride
         rest = rest % inner
     return found

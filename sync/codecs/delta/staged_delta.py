@@ -120,9 +120,9 @@ def _changed_slice(manifest: Manifest, segment: DeltaSegment) -> TensorSlice:
 
 def _swap(patch: Patch, tensor: torch.Tensor, box: Box) -> None:
     """Flip bits of the slice `box` of `tensor`."""
-    rows = box.rows(tuple(tensor.shape))
-    if rows is not None and rows[2] == 1:
-        patch.flip_(tensor.view(-1)[rows[0] : rows[0] + rows[1]])
+    run = box.run(tuple(tensor.shape))
+    if run is not None:
+        patch.flip_(tensor.view(-1)[run[0] : run[0] + run[1]])
         return
     part = tensor[box.index]
     packed = part.contiguous()

@@ -13,13 +13,10 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...codecs.quantised.block_fp8 import BLOCK
-from ...codecs.quantised.quantisation import is_quantised, pair_of
 from ...version.tensor_spec import TensorSpec
 
 Cut = Literal["whole", "rows", "columns", "kv_heads"]
 """How tensor-parallel ranks divide a matrix. ``"kv_heads"`` is by rows, with at least one head for each rank."""
-Wire = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +61,6 @@ class Weight:
     expert: int | None = None
     units: int = 1
     """Number of heads, for ``"kv_heads"``."""
-    block: int = 1
-    """Rows and columns of the matrix `of` that share one scale; 1 for anything but scales."""
-    of: TensorSpec | None = None
-    """The matrix that the scales belong to; None for anything but scales."""
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -104,22 +97,9 @@ def shape_named(name: str) -> ModelShape:
         ) from None
 
 
-def weights(shape: ModelShape, wire: Wire = "bf16") -> list[Weight]:
-    """Every tensor on the wire, layer by layer. With ``"fp8"`` linear weights are e4m3 and have scales of 128 x 128 blocks."""
-    plain = list(_weights(shape))
-    return plain if wire == "bf16" else [each for weight in plain for each in _quantised(weight)]
+def weights(shape: ModelShape) -> Iterator[Weight]:
+    """Every tensor in bfloat16, layer by layer."""
 
-
-def _quantised(weight: Weight) -> Iterator[Weight]:
-    if not is_quantised(weight.spec):
-        yield weight
-        return
-    pair = pair_of(weight.spec)
-    yield Weight(pair.weight, weight.cut, weight.layer, weight.expert, weight.units)
-    yield Weight(pair.scales, weight.cut, weight.layer, weight.expert, weight.units, BLOCK, weight.spec)
-
-
-def _weights(shape: ModelShape) -> Iterator[Weight]:
     def of(name: str, *size: int, cut: Cut = "whole", layer: int, expert: int | None = None, units: int = 1) -> Weight:
         return Weight(TensorSpec(name, size, torch.bfloat16), cut, layer, expert, units)
 

@@ -154,11 +154,6 @@ class _Slices:
 
 def cut(weight: Weight, ranks: int, rank: int) -> Box:
     """The slice of a tensor that rank `rank` of `ranks` tensor-parallel ranks has."""
-    if weight.of is not None:  # a rank has the scales of every block of the matrix that it touches
-        part = cut(Weight(weight.of, weight.cut, weight.layer, weight.expert, weight.units), ranks, rank)
-        first = tuple(start // weight.block for start in part.starts)
-        last = tuple(-(-stop // weight.block) for stop in part.stops)
-        return Box(first, tuple(b - a if size else 0 for a, b, size in zip(first, last, part.shape, strict=True)))
     if weight.cut == "whole" or ranks == 1:
         return _whole(weight.spec.shape)
     if weight.cut == "columns":

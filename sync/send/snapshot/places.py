@@ -31,10 +31,10 @@ def share_places(shards: Sequence[Shard], slices: Sequence[TensorSlice]) -> list
     places = []
     for shard in shards:
         box, place = next(each for each in by_name[shard.spec.name] if each[0].intersect(shard.box) == shard.box)
-        rows = shard.box.within(box).rows(box.shape)
-        if rows is None or rows[2] > 1:
+        run = shard.box.within(box).run(box.shape)
+        if run is None:
             return compact_places(shards)
-        places.append(place + rows[0] * shard.spec.dtype.itemsize)
+        places.append(place + run[0] * shard.spec.dtype.itemsize)
     return places
 
 
@@ -43,8 +43,8 @@ def stream_places(shards: Sequence[Shard], layout: Manifest) -> list[int] | None
     offsets = {spec.name: offset for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     places = []
     for shard in shards:
-        rows = shard.box.rows(shard.spec.shape)
-        if shard.numel and (rows is None or rows[2] > 1):
+        run = shard.box.run(shard.spec.shape) if shard.numel else (0, 0)
+        if run is None:
             return None  # columns
-        places.append(offsets[shard.spec.name] + (rows[0] if rows else 0) * shard.spec.dtype.itemsize)
+        places.append(offsets[shard.spec.name] + run[0] * shard.spec.dtype.itemsize)
     return places

@@ -38,7 +38,7 @@ class _Quantise:
     is_cut: bool
 
     def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
-        """See `Step`."""
+        """See `Milestone.step`."""
         matrix, box = self.matrix, self.box
         data = matrix.data(box)
         magnitudes = matrix.magnitudes(box, data)
@@ -52,57 +52,53 @@ class _Quantise:
         pending_blocks.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
 
 
-class QuantisedShards:
-    """A rank's shards of a quantised version.
+def quantised_slices(shards: Sequence[LocalShard]) -> list[Shard]:
+    """The slices of a quantised version's tensors that a rank with these shards of the live parameters sends."""
+    slices: list[Shard] = []
+    for shard in shards:
+        if not is_quantised(shard.spec):
+            slices.append(shard)
+            continue
+        pair = pair_of(shard.spec)
+        slices.append(TensorSlice(pair.weight, shard.box))
+        slices.append(TensorSlice(pair.scales, scale_box(shard.box)))
+    # A plan's stream has the slices of a tensor next to each other. A snapshot that is read in place must be that stream.
+    turns = {name: turn for turn, name in enumerate(dict.fromkeys(each.spec.name for each in slices))}
+    return sorted(slices, key=lambda each: (turns[each.spec.name], each.box.starts))
 
-    Args:
-        shards: The shards of the live parameters.
+
+def quantised_snapshot(shards: Sequence[LocalShard], slices: Sequence[Shard], offsets: Sequence[int]) -> Snapshot:
+    """The snapshot of these shards in which each of their `quantised_slices` begins at its offset in `offsets`.
+
+    The unit of `Progress.wait_read` is steps.
     """
-
-    def __init__(self, shards: Sequence[LocalShard]) -> None:
-        self._shards = list(shards)
-        self.slices: list[Shard] = []
-        """The slices of the version's tensors that the rank sends."""
-        for shard in shards:
-            if not is_quantised(shard.spec):
-                self.slices.append(shard)
-                continue
-            pair = pair_of(shard.spec)
-            self.slices.append(TensorSlice(pair.weight, shard.box))
-            self.slices.append(TensorSlice(pair.scales, scale_box(shard.box)))
-        # A plan's stream has the slices of a tensor next to each other. A snapshot that is read in place must be that stream.
-        turns = {name: turn for turn, name in enumerate(dict.fromkeys(each.spec.name for each in self.slices))}
-        self.slices.sort(key=lambda each: (turns[each.spec.name], each.box.starts))
-
-    def snapshot(self, offsets: Sequence[int]) -> Snapshot:
-        """The snapshot in which each slice begins at its offset in `offsets`. The unit of `Progress.wait_read` is steps."""
-        first_bytes = dict(zip(map(_key, self.slices), offsets, strict=True))
-        plain = sorted(
-            ((first_bytes[_key(shard)], shard) for shard in self._shards if not is_quantised(shard.spec)),
-            key=lambda pair: pair[0],
-        )
-        starts: list[tuple[int, Copy | _Quantise]] = [(copy.start, copy) for copy in copies(plain)]
-        for shard in self._shards:
-            if is_quantised(shard.spec):
-                starts += _steps(shard, first_bytes)
-        starts.sort(key=lambda step: step[0])
-        nbytes = max((offset + each.nbytes for offset, each in zip(offsets, self.slices, strict=True)), default=0)
-        # A step may write scales at a higher offset than elements that a later step writes. So bytes are final only up to the
-        # first byte that any later step writes.
-        unfinished = accumulate((start for start, _ in reversed(starts)), min, initial=nbytes)
-        final = list(unfinished)[-2::-1]
-        steps = [step for _, step in starts]
-        milestones = [
-            Milestone(step, until, number) for number, (step, until) in enumerate(zip(steps, final, strict=True), 1)
-        ]
-        ends = {step.matrix.name: number for number, step in enumerate(steps, 1) if isinstance(step, _Quantise)}
-        copied = [(step.start, number) for number, step in enumerate(steps, 1) if isinstance(step, Copy)]
-        for offset, shard in plain:
-            numbers = (number for start, number in copied if start < offset + shard.nbytes)
-            ends[shard.spec.name] = max(numbers, default=0)
-        is_cut = any(isinstance(step, _Quantise) and step.is_cut for step in steps)
-        # On one thread: steps add to `PendingBlocks`.
-        return Snapshot(device_of(self._shards), milestones, nbytes, ends, len(steps), is_cut=is_cut)
+    first_bytes = dict(zip(map(_key, slices), offsets, strict=True))
+    plain = sorted(
+        ((first_bytes[_key(shard)], shard) for shard in shards if not is_quantised(shard.spec)),
+        key=lambda pair: pair[0],
+    )
+    starts: list[tuple[int, Copy | _Quantise]] = [(copy.start, copy) for copy in copies(plain)]
+    for shard in shards:
+        if is_quantised(shard.spec):
+            starts += _steps(shard, first_bytes)
+    starts.sort(key=lambda step: step[0])
+    nbytes = max((offset + each.nbytes for offset, each in zip(offsets, slices, strict=True)), default=0)
+    # A step may write scales at a higher offset than elements that a later step writes. So bytes are final only up to the
+    # first byte that any later step writes.
+    unfinished = accumulate((start for start, _ in reversed(starts)), min, initial=nbytes)
+    final = list(unfinished)[-2::-1]
+    steps = [step for _, step in starts]
+    milestones = [
+        Milestone(step.run, until, number) for number, (step, until) in enumerate(zip(steps, final, strict=True), 1)
+    ]
+    ends = {step.matrix.name: number for number, step in enumerate(steps, 1) if isinstance(step, _Quantise)}
+    copied = [(step.start, number) for number, step in enumerate(steps, 1) if isinstance(step, Copy)]
+    for offset, shard in plain:
+        numbers = (number for start, number in copied if start < offset + shard.nbytes)
+        ends[shard.spec.name] = max(numbers, default=0)
+    is_cut = any(isinstance(step, _Quantise) and step.is_cut for step in steps)
+    # On one thread: steps add to `PendingBlocks`.
+    return Snapshot(device_of(shards), milestones, nbytes, ends, len(steps), is_cut=is_cut)
 
 
 def _key(each: Shard) -> _Key:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -108,18 +108,12 @@ class PendingBlocks:
         self.cuts.clear()  # if rows are divided, the cuts can be as large as the shards themselves
 
 
-class Step(Protocol):
-    """A part of taking a snapshot."""
-
-    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
-        """Write into `memory`, and add blocks that cannot be quantised yet to `pending_blocks`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A step, and the progress of the snapshot once all steps up to this one have run."""
+    """A step of taking a snapshot, and its progress once all steps up to this one have run."""
 
-    step: Step
+    step: Callable[[torch.Tensor, PendingBlocks], None]
+    """Writes into the memory of the snapshot, and adds blocks that cannot be quantised yet."""
     done_bytes: int
     """Every byte before this one is final."""
     read: int
@@ -138,7 +132,7 @@ class Copy:
     dtype: torch.dtype
 
     def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:  # noqa: ARG002 - nothing is left
-        """See `Step`."""
+        """See `Milestone.step`."""
         room = memory[self.start : self.end]
         into = room.view(self.dtype)
         if len(self.sources) == 1:
@@ -240,7 +234,7 @@ class Snapshot:
         ends: dict[str, int] = {}
         for offset, shard in ordered:
             ends[shard.spec.name] = max(ends.get(shard.spec.name, 0), offset + shard.nbytes)
-        milestones = [Milestone(copy, copy.end, copy.end) for copy in copies(ordered)]
+        milestones = [Milestone(copy.run, copy.end, copy.end) for copy in copies(ordered)]
         nbytes = max(ends.values(), default=0)
         return cls(device_of(shards), milestones, nbytes, ends, nbytes, threads=_MOST_THREADS)
 
@@ -282,7 +276,7 @@ class Snapshot:
         queued: list[tuple[Any, Milestone]] = []
         with self.reading(after):
             for milestone in self._milestones:
-                milestone.step.run(memory, pending_blocks)
+                milestone.step(memory, pending_blocks)
                 queued.append((self.runtime.record_event(self._stream), milestone))
         for event, milestone in queued:
             event.synchronize()
@@ -292,7 +286,7 @@ class Snapshot:
         """Run the steps, on several threads if torch itself uses one. Yields each milestone, in order, once it is reached."""
         if self._workers == 1 or torch.get_num_threads() > 1:
             for milestone in self._milestones:
-                milestone.step.run(memory, pending_blocks)
+                milestone.step(memory, pending_blocks)
                 yield milestone
             return
         if self._threads is None:
@@ -301,7 +295,7 @@ class Snapshot:
 
         def run(batch: Sequence[Milestone]) -> None:
             for milestone in batch:
-                milestone.step.run(memory, pending_blocks)
+                milestone.step(memory, pending_blocks)
 
         try:
             for batch in _batches(self._milestones):

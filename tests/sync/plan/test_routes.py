@@ -11,7 +11,9 @@ from drawn import problems
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.sync.config import Relay
+from weightlane.ckpt_engines import Capabilities, Delivery
+from weightlane.sync.codecs.quantised.quantisation import quantised_placement
+from weightlane.sync.config import Relay, SyncConfig
 from weightlane.sync.plan import assign_slices, plan_transfer
 from weightlane.sync.plan.links import plan_routes
 from weightlane.sync.plan.plan_report import Shown, plan_report
@@ -20,6 +22,8 @@ from weightlane.sync.plan.shapes.parallel_layouts import RolloutLayout, TrainerL
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
+
+DIRECT = Capabilities(frozenset({"cpu"}), frozenset({Delivery.POINT_TO_POINT}))
 
 
 @given(problems(), st.sampled_from(["off", "chain", "tree"]))
@@ -39,8 +43,6 @@ def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it(problem: tuple
         assert route.relayed == (max(have.values()) > 1) == any(map(route.next_after, lane.receivers))
         most = {"off": len(lane.receivers), "chain": 1, "tree": 2}[relay]
         assert max(len(route.next_after(name)) for name in have) <= most
-    report = plan_report(shares, needed, relay=relay)
-    assert report["crossing_bytes"] == sum(placement.nbytes for placement in needed.values())
 
 
 def test_lanes_with_the_same_receivers_take_turns_so_that_all_relay_as_much() -> None:
@@ -51,8 +53,8 @@ def test_lanes_with_the_same_receivers_take_turns_so_that_all_relay_as_much() ->
     spec = TensorSpec("w", (1 << 20, 64), torch.bfloat16)
     columns = [Placement.of([(spec, Box((0, 8 * each), (1 << 20, 8)))]) for each in range(8)]
     needed = {f"rollout-{replica}/{rank}": columns[rank] for replica in range(16) for rank in range(8)}
-    shares = assign_slices({f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)})
-    plan = plan_transfer(shares, needed)
+    held = {f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)}
+    plan = plan_transfer(assign_slices(held), needed)
     relaying: list[tuple[Relay, bool, int]] = [
         ("off", False, 16),
         ("off", True, 1),
@@ -62,7 +64,8 @@ def test_lanes_with_the_same_receivers_take_turns_so_that_all_relay_as_much() ->
     for relay, collective, sends in relaying:
         assert len({route.hops[0] for route in plan_routes(plan, relay)}) == len(plan.lanes) == 32
         speeds: Shown = {"sender_gbps": 8, "receiver_gbps": 8}
-        report = plan_report(shares, needed, relay=relay, collective=collective, **speeds)
+        facts = dataclasses.replace(DIRECT, collective=collective)
+        report = plan_report(held, needed, facts, SyncConfig(relay=relay), **speeds)
         broadcast = collective and relay == "off"
         assert report["broadcast_lanes"] == 32 * broadcast
         assert report["busiest_sender"]["bytes"] == sends * spec.nbytes / 4
@@ -81,19 +84,20 @@ def small(name: str, layers: int = 4, experts: int = 32) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "name", "wire"),
-    [("tp2 pp2 dp2 ep4", "1x tp8", "235b", "fp8"), ("fsdp4 dp2", "3x tp2", "1t", "bf16")],
+    ("trainer", "rollout", "name", "quantise"),
+    [("tp2 pp2 dp2 ep4", "1x tp8", "235b", "fp8"), ("fsdp4 dp2", "3x tp2", "1t", "none")],
 )
-def test_every_layout_holds_and_needs_every_element(trainer: str, rollout: str, name: str, wire: str) -> None:
+def test_every_layout_holds_and_needs_every_element(trainer: str, rollout: str, name: str, quantise: str) -> None:
     shape = small(name)
-    tensors = weights(shape, wire)  # type: ignore[arg-type]
+    tensors = list(weights(shape))
     held = TrainerLayout.parse(trainer).placements(shape, tensors)
     needed = RolloutLayout.parse(rollout).placements(shape, tensors)
     assert len(held) == TrainerLayout.parse(trainer).ranks
     assert len(needed) == RolloutLayout.parse(rollout).ranks
-    report = plan_report(assign_slices(held), needed)
+    report = plan_report(held, needed, DIRECT, SyncConfig(quantise=quantise))  # type: ignore[arg-type]
     assert report["crossing_bytes"] == report["minimum_bytes"]
-    assert report["payload_bytes"] == sum(weight.spec.nbytes for weight in tensors)
+    sent = Placement.whole(weight.spec for weight in tensors)
+    assert report["payload_bytes"] == (quantised_placement(sent) if quantise == "fp8" else sent).nbytes
     found = dict.fromkeys((weight.spec.name for weight in tensors), 0)
     for rank, placement in needed.items():
         if rank.startswith("rollout-0/"):
@@ -105,7 +109,7 @@ def test_every_layout_holds_and_needs_every_element(trainer: str, rollout: str, 
 def calls_of_planning(layers: int, trainer: str, rollout: str) -> int:
     """Count the function calls that planning takes: a measure of work that is the same on every machine."""
     shape = small("1t", layers)
-    tensors = weights(shape)
+    tensors = list(weights(shape))
     held = TrainerLayout.parse(trainer).placements(shape, tensors)
     needed = RolloutLayout.parse(rollout).placements(shape, tensors)
     calls = 0

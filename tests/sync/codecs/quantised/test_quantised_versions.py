@@ -26,8 +26,7 @@ from weightlane.sync import (
 )
 from weightlane.sync.codecs.quantised.quantisation import is_quantised, needed_on_the_wire, pair_of, quantised_placement
 from weightlane.sync.codecs.quantised.restored import RestorePlan
-from weightlane.sync.send.snapshot import quantised_snapshot
-from weightlane.sync.send.snapshot.quantised_snapshot import QuantisedShards
+from weightlane.sync.send.snapshot.quantised_snapshot import quantised_slices, quantised_snapshot
 from weightlane.sync.send.snapshot.snapshot import Progress
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -171,13 +170,14 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of a large matrix, in a stream with the scales behind or ahead of all elements."""
-    monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.quantised_snapshot._CHUNK_NUMEL", 1 << 16)
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
     full = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
-    ours = QuantisedShards([LocalShard.whole(spec, full[spec.name]) for spec in specs])
+    shards = [LocalShard.whole(spec, full[spec.name]) for spec in specs]
+    slices = quantised_slices(shards)
     layout = Manifest(0, quantised_placement(Placement.whole(specs)).specs, 1 << 20, whole_tensors=whole)
     offsets = {entry.spec.name: entry.offset for entry in layout.entries}
-    snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.slices])
+    snapshot = quantised_snapshot(shards, slices, [offsets[each.spec.name] for each in slices])
     memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
     progress, seen = Progress("it", "test"), []
     progress.advance = lambda done, read: seen.append((done, memory[:done].clone(), read))  # type: ignore[misc, method-assign]
