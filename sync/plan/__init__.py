@@ -19,10 +19,9 @@ Everything here is a pure function of plain data: no collectives, no files. Rank
 """
 
 from .send_assignment import HolderMap, assign_slices
-from .transfer_plan import Cell, Lane, TransferPlan, plan_transfer
+from .transfer_plan import Lane, TransferPlan, plan_transfer
 
 __all__ = [
-    "Cell",
     "HolderMap",
     "Lane",
     "TransferPlan",

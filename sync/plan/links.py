@@ -219,9 +219,9 @@ def _receiver_sets(plan: TransferPlan) -> tuple[tuple[str, ...], ...]:
     """
     together: Counter[tuple[str, ...]] = Counter()
     received: Counter[str] = Counter()
-    for lane, nbytes in zip(plan.lanes, plan.lane_bytes, strict=True):
-        together[lane.receivers] += nbytes
-        received.update(dict.fromkeys(lane.receivers, nbytes))
+    for lane in plan.lanes:
+        together[lane.receivers] += lane.nbytes
+        received.update(dict.fromkeys(lane.receivers, lane.nbytes))
     return tuple(
         members
         for members, nbytes in together.items()

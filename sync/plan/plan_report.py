@@ -86,9 +86,9 @@ def plan_report(
     if broadcast:
         notes.append(_BROADCAST_NOTE)
     links: Counter[tuple[str, str]] = Counter()
-    for number, (route, nbytes) in enumerate(zip(routes, plan.lane_bytes, strict=True)):
+    for number, (route, lane) in enumerate(zip(routes, plan.lanes, strict=True)):
         for hop in broadcast.get(number, route.hops):
-            links[hop] += nbytes
+            links[hop] += lane.nbytes
     return {
         "digest": plan.digest,
         "tensors": len(plan.specs),

@@ -29,23 +29,7 @@ _OVERFLOW = 0.03
 """Share of the mean load by which a slice may overflow a quota without being cut, because every cut adds a slice."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedSlice:
-    """Elements of a tensor that several ranks hold."""
-
-    tensor: int
-    """Index of the tensor."""
-    box: Box
-    itemsize: int
-    """Bytes of an element."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire in bytes."""
-        return self.box.numel * self.itemsize
-
-
-def balance(shared: Mapping[Labels, Sequence[SharedSlice]], load: Sequence[int]) -> Iterator[tuple[int, SharedSlice]]:
+def balance(shared: Mapping[Labels, Sequence[TensorSlice]], load: Sequence[int]) -> Iterator[tuple[int, TensorSlice]]:
     """Assign every slice, or each of the rows that it is cut into, to one of its holders.
 
     Args:
@@ -97,8 +81,8 @@ def _add_to_least(loads: Sequence[float], nbytes: float) -> list[float]:
 
 
 def _fill(
-    holders: Labels, slices: Sequence[SharedSlice], quota: Sequence[float], overflow: float
-) -> Iterator[tuple[int, SharedSlice]]:
+    holders: Labels, slices: Sequence[TensorSlice], quota: Sequence[float], overflow: float
+) -> Iterator[tuple[int, TensorSlice]]:
     """Fill quotas with slices, the largest slice into the quota with the most room."""
     waiting = [_entry(each) for each in slices]
     room = [(-left, rank) for rank, left in zip(holders, quota, strict=True)]
@@ -117,12 +101,12 @@ def _fill(
         yield rank, each
 
 
-def _entry(each: SharedSlice) -> tuple[int, int, tuple[int, ...], SharedSlice]:
+def _entry(each: TensorSlice) -> tuple[int, str, tuple[int, ...], TensorSlice]:
     """The slice as an entry of a heap that pops the largest slice first."""
-    return -each.nbytes, each.tensor, each.box.starts, each
+    return -each.nbytes, each.spec.name, each.box.starts, each
 
 
-def _cut(each: SharedSlice, nbytes: float) -> tuple[SharedSlice, SharedSlice] | None:
+def _cut(each: TensorSlice, nbytes: float) -> tuple[TensorSlice, TensorSlice] | None:
     """Cut a slice in two along its first axis of size > 1, the first part of about `nbytes` bytes; None for one element."""
     box = each.box
     axis = next((axis for axis, size in enumerate(box.shape) if size > 1), None)
@@ -131,7 +115,7 @@ def _cut(each: SharedSlice, nbytes: float) -> tuple[SharedSlice, SharedSlice] | 
     start, whole = box.starts[axis], box.shape[axis]
     size = min(max(round(nbytes / (each.nbytes // whole)), 1), whole - 1)
     first, second = box.with_axis(axis, start, size), box.with_axis(axis, start + size, whole - size)
-    return SharedSlice(each.tensor, first, each.itemsize), SharedSlice(each.tensor, second, each.itemsize)
+    return TensorSlice(each.spec, first), TensorSlice(each.spec, second)
 
 
 PART = "transfer plan"
@@ -214,28 +198,28 @@ class HolderMap:
 
     def assign(self) -> dict[str, Placement]:
         """The share of each rank: the slices that it sends, in the order of `specs`. See `assign_slices`."""
-        sent: list[dict[int, list[Box]]] = [{} for _ in self.ranks]
+        sent: list[dict[str, list[Box]]] = [{} for _ in self.ranks]
         load = [0] * len(self.ranks)
-        shared: dict[Labels, list[SharedSlice]] = {}
-        for index, (spec, cells, first) in enumerate(zip(self.specs, self.cells, self._named_by, strict=True)):
+        shared: dict[Labels, list[TensorSlice]] = {}
+        for spec, cells, first in zip(self.specs, self.cells, self._named_by, strict=True):
             for box, holders in cells:
+                each = TensorSlice(spec, box)
                 if len(holders) == 1:
-                    sent[holders[0]].setdefault(index, []).append(box)
-                    load[holders[0]] += box.numel * spec.dtype.itemsize
+                    sent[holders[0]].setdefault(spec.name, []).append(box)
+                    load[holders[0]] += each.nbytes
                 else:
-                    shared.setdefault(holders, []).append(SharedSlice(index, box, spec.dtype.itemsize))
+                    shared.setdefault(holders, []).append(each)
             if not cells:  # one rank has to list an empty tensor
-                sent[first][index] = []
+                sent[first][spec.name] = []
         for rank, each in balance(shared, load):
-            sent[rank].setdefault(each.tensor, []).append(each.box)
-        return {rank: self._placement(boxes) for rank, boxes in zip(self.ranks, sent, strict=True)}
+            sent[rank].setdefault(each.spec.name, []).append(each.box)
+        number = {spec.name: index for index, spec in enumerate(self.specs)}
 
-    def _placement(self, boxes: dict[int, list[Box]]) -> Placement:
-        order = sorted(boxes)
-        return Placement(
-            tuple(self.specs[index] for index in order),
-            tuple(tuple(merge(boxes[index]) if len(boxes[index]) > 1 else boxes[index]) for index in order),
-        )
+        def placement(boxes: Mapping[str, list[Box]]) -> Placement:
+            order = sorted(boxes, key=number.__getitem__)
+            return Placement.of_boxes((self.specs[number[name]], merge(boxes[name])) for name in order)
+
+        return {rank: placement(boxes) for rank, boxes in zip(self.ranks, sent, strict=True)}
 
 
 def assign_slices(held: Mapping[str, Placement]) -> dict[str, Placement]:

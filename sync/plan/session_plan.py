@@ -20,7 +20,7 @@ from ..version.bucket_checksums import SessionMailbox
 from ..version.manifest import Manifest
 from ..version.placement import Placement
 from ..version.sliced_tensors import Slicing
-from ..version.tensor_spec import TensorSlice, TensorSpec, is_computed
+from ..version.tensor_spec import TensorSpec, is_computed
 from .links import PlannedLink, Route, collective_links, links_of, plan_routes
 from .transfer_plan import plan_transfer
 
@@ -186,7 +186,7 @@ class SessionPlan:
             link = PlannedLink(0, (leader,), receivers, {leader: (0,)})
             return cls(supply.stored_layout, (Route(tuple((leader, name) for name in receivers)),), [link])
         plan = plan_transfer(supply.shares, needed, cut="shares" if facts.views else "exact")
-        regions = tuple(TensorSlice(plan.specs[cell.tensor], cell.box) for lane in plan.lanes for cell in lane.cells)
+        regions = tuple(cell for lane in plan.lanes for cell in lane.cells)
         layout = Manifest(
             0,
             tuple(region.as_tensor for region in regions),

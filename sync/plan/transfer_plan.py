@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,32 +12,24 @@ from weightlane.ckpt_engines import ManifestError
 
 from ..version.box import Box, Labels, merge, overlay
 from ..version.placement import Placement
-from ..version.tensor_spec import TensorSpec, dtype_name
+from ..version.tensor_spec import TensorSlice, TensorSpec, dtype_name
 from .send_assignment import PART, HeldTensor, combined, some, where
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A slice of a tensor, sent by one rank to one set of receivers."""
-
-    tensor: int
-    """Index of the tensor in the plan's `specs`."""
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lane:
     """Everything that one sender sends to one set of receivers."""
 
     sender: str
     receivers: tuple[str, ...]
     """In rank order."""
-    cells: tuple[Cell, ...]
-    """Sorted by tensor, then by first indices."""
+    cells: tuple[TensorSlice, ...]
+    """The slices, sorted by tensor in the order of the plan's `specs`, then by first indices."""
 
-    def nbytes(self, specs: Sequence[TensorSpec]) -> int:
-        """Bytes for one receiver; `specs` are the plan's."""
-        return sum(cell.box.numel * specs[cell.tensor].dtype.itemsize for cell in self.cells)
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes for one receiver."""
+        return sum(cell.nbytes for cell in self.cells)
 
 
 @dataclass(frozen=True)
@@ -59,14 +51,9 @@ class TransferPlan:
         for spec in self.specs:
             found.update(repr(spec.to_plain()).encode())
         for lane in self.lanes:
-            cells = [(cell.tensor, cell.box.starts, cell.box.shape) for cell in lane.cells]
+            cells = [(cell.spec.name, cell.box.starts, cell.box.shape) for cell in lane.cells]
             found.update(repr((lane.sender, lane.receivers, cells)).encode())
         return found.hexdigest()[:16]
-
-    @cached_property
-    def lane_bytes(self) -> tuple[int, ...]:
-        """Bytes for one receiver of each lane."""
-        return tuple(lane.nbytes(self.specs) for lane in self.lanes)
 
 
 def plan_transfer(
@@ -106,22 +93,21 @@ class _Planner:
         self._receivers = tuple(needed)
         self._groups = group_receivers(needed)
         self._sent = combined(shares)
-        self._specs = tuple(sent.spec for sent in self._sent.values())
         # Layers are alike: tensors with the same shape and the same slices share their cells.
         self._known: dict[object, list[tuple[int, Labels, Box]]] = {}
 
     def plan(self, cut: Literal["exact", "shares"]) -> TransferPlan:
-        lanes: dict[tuple[int, Labels], list[Cell]] = {}
-        for index, (sent, need) in enumerate(zip(self._sent.values(), self._needs(), strict=True)):
+        lanes: dict[tuple[int, Labels], list[TensorSlice]] = {}
+        for sent, need in zip(self._sent.values(), self._needs(), strict=True):
             if need:
                 key = (sent.spec.shape, tuple(sent.boxes), tuple(need))
                 if (cells := self._known.get(key)) is None:
                     cells = self._known[key] = list(self._cells(sent, need))
                 for sender, groups, box in cells:
-                    lanes.setdefault((sender, groups), []).append(Cell(index, box))
+                    lanes.setdefault((sender, groups), []).append(TensorSlice(sent.spec, box))
         if cut == "shares":
             lanes = self._whole_shares(lanes)
-        return TransferPlan(self._specs, tuple(self._ordered(lanes)))
+        return TransferPlan(tuple(sent.spec for sent in self._sent.values()), tuple(self._ordered(lanes)))
 
     def _needs(self) -> list[list[tuple[Box, int]]]:
         """For each tensor, the slices that are needed, with the index of the receiver group."""
@@ -190,7 +176,9 @@ class _Planner:
             hint="Together the trainer ranks must hold every element, and rollout ranks may ask for nothing beyond the shape.",
         )
 
-    def _whole_shares(self, lanes: Mapping[tuple[int, Labels], list[Cell]]) -> dict[tuple[int, Labels], list[Cell]]:
+    def _whole_shares(
+        self, lanes: Mapping[tuple[int, Labels], list[TensorSlice]]
+    ) -> dict[tuple[int, Labels], list[TensorSlice]]:
         """One lane for each sender with everything that it sends."""
         groups: dict[int, set[int]] = {}
         for sender, wanted in lanes:
@@ -199,17 +187,16 @@ class _Planner:
         whole = {}
         for sender, placement in enumerate(self._shares.values()):
             if sender in groups:
-                slices = zip(placement.specs, placement.boxes, strict=True)
-                cells = [Cell(index_of[spec.name], box) for spec, boxes in slices for box in boxes]
-                cells.sort(key=lambda cell: (cell.tensor, cell.box.starts))
+                cells = [TensorSlice(spec, box) for spec, box in placement.slices]
+                cells.sort(key=lambda cell: (index_of[cell.spec.name], cell.box.starts))
                 whole[sender, tuple(sorted(groups[sender]))] = cells
         return whole
 
-    def _ordered(self, lanes: Mapping[tuple[int, Labels], list[Cell]]) -> Iterator[Lane]:
+    def _ordered(self, lanes: Mapping[tuple[int, Labels], list[TensorSlice]]) -> Iterator[Lane]:
         """The lanes, sender by sender. Each sender begins with other receivers than the previous sender, to spread the load."""
         index_of = {receiver: index for index, receiver in enumerate(self._receivers)}
         receivers_of: dict[Labels, tuple[int, ...]] = {}
-        own: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
+        own: dict[int, list[tuple[tuple[int, ...], list[TensorSlice]]]] = {}
         for (sender, groups), cells in lanes.items():
             if groups not in receivers_of:
                 receivers_of[groups] = tuple(
@@ -218,7 +205,7 @@ class _Planner:
             own.setdefault(sender, []).append((receivers_of[groups], cells))
         for sender in sorted(own):
             # Lanes with equally many receivers have about as many bytes, and lanes with few receivers have the most.
-            by_count: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
+            by_count: dict[int, list[tuple[tuple[int, ...], list[TensorSlice]]]] = {}
             for lane in sorted(own[sender], key=lambda lane: lane[0]):
                 by_count.setdefault(len(lane[0]), []).append(lane)
             for count in sorted(by_count):

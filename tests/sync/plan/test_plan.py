@@ -36,12 +36,7 @@ def slices_of(placement: Placement) -> Iterable[tuple[str, Box]]:
 
 
 def arriving(plan: TransferPlan, receiver: str) -> Iterable[tuple[str, Box]]:
-    return (
-        (plan.specs[cell.tensor].name, cell.box)
-        for lane in plan.lanes
-        if receiver in lane.receivers
-        for cell in lane.cells
-    )
+    return ((cell.spec.name, cell.box) for lane in plan.lanes if receiver in lane.receivers for cell in lane.cells)
 
 
 def equal(one: Counts, other: Counts) -> bool:
@@ -80,13 +75,13 @@ def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_pla
     plan, whole = plans = [plan_transfer(sent, needed, cut=cut) for cut in ("exact", "shares")]
     for lane in plan.lanes:
         own = counts(specs, slices_of(sent[lane.sender]))
-        assert all(own[plan.specs[cell.tensor].name][cell.box.index].all() for cell in lane.cells)
-        order = [(cell.tensor, cell.box.starts) for cell in lane.cells]
+        assert all(own[cell.spec.name][cell.box.index].all() for cell in lane.cells)
+        order = [(plan.specs.index(cell.spec), cell.box.starts) for cell in lane.cells]
         assert order == sorted(order)
         assert list(lane.receivers) == [name for name in needed if name in lane.receivers]
     for receiver, placement in needed.items():
         assert equal(counts(specs, arriving(plan, receiver)), counts(specs, slices_of(placement)))
-    crossing = sum(nbytes * len(lane.receivers) for lane, nbytes in zip(plan.lanes, plan.lane_bytes, strict=True))
+    crossing = sum(lane.nbytes * len(lane.receivers) for lane in plan.lanes)
     assert crossing == sum(placement.nbytes for placement in needed.values())
     assert len({(lane.sender, lane.receivers) for lane in plan.lanes}) == len(plan.lanes)
     wanted: dict[str, set[str]] = {}
@@ -95,7 +90,7 @@ def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_pla
     assert {lane.sender: set(lane.receivers) for lane in whole.lanes} == wanted
     assert len(whole.lanes) == len(wanted)
     for lane in whole.lanes:
-        cells = counts(specs, ((whole.specs[cell.tensor].name, cell.box) for cell in lane.cells))
+        cells = counts(specs, ((cell.spec.name, cell.box) for cell in lane.cells))
         assert equal(cells, counts(specs, slices_of(sent[lane.sender])))
     there = [plan_transfer(assign_slices(copied(held)), copied(needed), cut=cut) for cut in ("exact", "shares")]
     assert there == plans
