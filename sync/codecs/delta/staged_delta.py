@@ -114,6 +114,7 @@ class StagedDelta:
 
 
 def _changed_slice(manifest: Manifest, segment: DeltaSegment) -> TensorSlice:
+    """The slice of a checkpoint tensor that a segment changes."""
     region = manifest.regions[segment.tensor]
     return TensorSlice(region.spec, segment.box.moved_into(region.box))
 
@@ -134,55 +135,10 @@ _WAITING = 1
 """Limit for received buckets that are not decoded yet: their memory is needed in addition to the decoded delta's."""
 
 
-class _BucketQueue:
-    """A queue of buckets that arrive in any order and are taken in the stream's order. Thread-safe."""
-
-    def __init__(self, what: str, part: str, deadline: Deadline) -> None:
-        self._what = what
-        self._part = part
-        self._deadline = deadline
-        self._changed = threading.Condition()
-        self._buckets: dict[int, torch.Tensor] = {}
-        self._next = 0
-        self._error: WeightlaneError | None = None
-
-    def put(self, index: int, bucket: torch.Tensor) -> None:
-        """Add a bucket once there is room, or at once while the next bucket in the stream's order has not arrived.
-
-        Returns after `end`, too.
-        """
-        with self._changed:
-            self._wait_for(lambda: len(self._buckets) < _WAITING or self._lacks_next(), f"{self._what} to be decoded")
-            self._buckets[index] = bucket
-            self._changed.notify_all()
-
-    def _lacks_next(self) -> bool:
-        return self._next not in self._buckets
-
-    def take(self) -> torch.Tensor:
-        """Wait for the next bucket. Raises the error given to `end`."""
-        with self._changed:
-            self._wait_for(lambda: not self._lacks_next(), self._what)
-            if self._error is not None:
-                raise self._error
-            self._changed.notify_all()
-            self._next += 1
-            return self._buckets.pop(self._next - 1)
-
-    def end(self, error: WeightlaneError) -> None:
-        """End all waits: `take` raises `error`, and `put` returns."""
-        with self._changed:
-            self._error = self._error or error
-            self._buckets.clear()
-            self._changed.notify_all()
-
-    def _wait_for(self, there: Callable[[], bool], what: str) -> None:
-        if not self._changed.wait_for(lambda: self._error is not None or there(), self._deadline.remaining_s):
-            raise self._deadline.error(what, part=self._part)
-
-
 class DeltaDecoding:
     """Passes a delta to `prepare` as it arrives, on a thread that ends with the delta.
+
+    Buckets arrive in any order, and are decoded in the stream's order.
 
     Args:
         manifest: The manifest of the delta.
@@ -205,10 +161,15 @@ class DeltaDecoding:
         self._what = f"the delta of version {manifest.version}"
         self._part = part
         self._deadline = deadline
-        self._queue = _BucketQueue(self._what, part, deadline)
+        self._changed = threading.Condition()
+        self._buckets: dict[int, torch.Tensor] = {}
+        """Buckets that arrived and are not decoded yet, by index."""
+        self._next = 0
+        """Index of the bucket that is decoded next."""
+        self._error: WeightlaneError | None = None
+        """Why no bucket is decoded any more."""
         self._prepared: Future[Any] = Future()
-        queue, future = self._queue, self._prepared
-        incoming = IncomingDelta(manifest, queue.take)
+        incoming = IncomingDelta(manifest, self._take)
 
         def run() -> None:
             try:
@@ -218,22 +179,47 @@ class DeltaDecoding:
                         pass
                 runtime.synchronize(stream)  # others use the result on their own streams
             except BaseException as error:  # noqa: BLE001 - raised by `result`
-                future.set_exception(error)
+                self._prepared.set_exception(error)
             else:
-                future.set_result(prepared)
-            queue.end(ClosedError("it was decoded, or could not be.", part=part))
+                self._prepared.set_result(prepared)
+            self.give_up(ClosedError("it was decoded, or could not be.", part=part))
 
         threading.Thread(target=run, name=f"weightlane-decode-{part}", daemon=True).start()
 
     def arrived(self, index: int, bucket: torch.Tensor) -> None:
-        """Pass on a verified bucket, whose memory must not be written to again. Raises the error with which decoding failed."""
-        self._queue.put(index, bucket)
+        """Pass on a verified bucket, whose memory must not be written to again. Raises the error with which decoding failed.
+
+        Waits until there is room, unless the bucket that is decoded next has not arrived.
+        """
+        with self._changed:
+            self._wait_for(
+                lambda: len(self._buckets) < _WAITING or self._next not in self._buckets, f"{self._what} to be decoded"
+            )
+            self._buckets[index] = bucket
+            self._changed.notify_all()
         if self._prepared.done():
             self._prepared.result()
 
+    def _take(self) -> torch.Tensor:
+        """Wait for the bucket that is decoded next. Raises the error given to `give_up`."""
+        with self._changed:
+            self._wait_for(lambda: self._next in self._buckets, self._what)
+            if self._error is not None:
+                raise self._error
+            self._next += 1
+            self._changed.notify_all()
+            return self._buckets.pop(self._next - 1)
+
+    def _wait_for(self, there: Callable[[], bool], what: str) -> None:
+        if not self._changed.wait_for(lambda: self._error is not None or there(), self._deadline.remaining_s):
+            raise self._deadline.error(what, part=self._part)
+
     def give_up(self, error: Exception) -> None:
         """End the thread, because no bucket will arrive any more."""
-        self._queue.end(as_weightlane_error(error, self._part))
+        with self._changed:
+            self._error = self._error or as_weightlane_error(error, self._part)
+            self._buckets.clear()
+            self._changed.notify_all()
 
     def result(self) -> Any:
         """Wait for the result of `prepare`. Raises its error, or `DeadlineExceededError`."""
