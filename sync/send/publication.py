@@ -38,7 +38,8 @@ from .rank_agreement import (
 )
 from .sending_rank import DeltaBase, SendingRank, SnapshotSlot
 from .shard_gather import ShardGather
-from .snapshot.snapshot import PendingBlocks, Progress
+from .snapshot.quantised_blocks import PendingBlocks
+from .snapshot.snapshot import Progress
 
 
 class SendSession:

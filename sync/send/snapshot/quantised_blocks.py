@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -15,6 +15,9 @@ from ...codecs.quantised.block_fp8 import BLOCK
 from ...codecs.quantised.quantisation import QuantisedPair, scale_box, touched_blocks
 from ...version.box import Box, row_major_strides
 from ...version.tensor_spec import LocalShard
+
+_SAMPLED_ROWS = 16
+"""Rows of each step whose error is computed: enough for an estimate, at low cost, and within one row of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +88,58 @@ class QuantisedMatrix:
 
 
 @dataclass(frozen=True, slots=True)
-class CutBlocks:
-    """This rank's elements of blocks that are divided between ranks, copied from the live parameters."""
+class QuantiseStep:
+    """The step of a snapshot that quantises complete blocks of a matrix, or copies this rank's parts of divided blocks."""
 
     matrix: QuantisedMatrix
     box: Box
     """The slice of the matrix that the elements are."""
-    data: torch.Tensor
+    is_cut: bool
 
-    def quantise(self, largest: torch.Tensor, memory: torch.Tensor) -> QuantisationReport:
-        """Quantise the elements into the snapshot. Returns the error.
+    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
+        """See `Milestone.step`."""
+        matrix, box = self.matrix, self.box
+        data = matrix.data(box)
+        magnitudes = matrix.magnitudes(box, data)
+        if self.is_cut:
+            pending_blocks.cuts.append((self, data.clone()))
+            pending_blocks.magnitudes.append(magnitudes)
+            return
+        scales = block_fp8.scales_of(magnitudes.values)
+        quantised = matrix.put(memory, box, data, scales)
+        few = slice(0, _SAMPLED_ROWS)
+        pending_blocks.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
 
-        `largest` is the largest magnitude in each block of the matrix, float32 of the shape of its scales.
-        """
-        matrix, touched = self.matrix, touched_blocks(self.box)
-        scales = block_fp8.scales_of(largest[touched.index].to(self.data.device))
-        quantised = matrix.put(memory, self.box, self.data, scales)
-        return block_fp8.error_of(self.data, quantised, scales, at=corner(self.box))
+
+@dataclass(slots=True)
+class PendingBlocks:
+    """Results of a snapshot that are not in its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
+
+    cuts: list[tuple[QuantiseStep, torch.Tensor]] = field(default_factory=list)
+    """Elements that are not quantised yet, because their scales depend on the magnitudes of other ranks: the step that copied
+    them from the live parameters, and the copy."""
+    magnitudes: list[Magnitudes] = field(default_factory=list)
+    """The magnitudes of the blocks in `cuts`."""
+    error: QuantisationReport = field(default_factory=QuantisationReport)
+    """The quantisation error of a sample of the elements."""
+
+    def quantise_cuts(self, magnitudes: Iterable[Magnitudes], memory: torch.Tensor) -> None:
+        """Quantise the elements of `cuts` into the snapshot, with the magnitudes of all ranks. Raises `ProtocolError`."""
+        largest = largest_magnitudes(magnitudes, [step.matrix for step, _ in self.cuts])
+        for step, data in self.cuts:
+            touched = touched_blocks(step.box)
+            scales = block_fp8.scales_of(largest[step.matrix.name][touched.index].to(data.device))
+            quantised = step.matrix.put(memory, step.box, data, scales)
+            self.error += block_fp8.error_of(data, quantised, scales, at=corner(step.box))
+        self.cuts.clear()  # if rows are divided, the cuts can be as large as the shards themselves
 
 
-def largest_magnitudes(parts: Iterable[Magnitudes], cuts: Iterable[CutBlocks]) -> dict[str, torch.Tensor]:
-    """The largest magnitude in each block of the matrices of `cuts`, float32 of the scales' shape; 0 for blocks in no part.
+def largest_magnitudes(parts: Iterable[Magnitudes], matrices: Iterable[QuantisedMatrix]) -> dict[str, torch.Tensor]:
+    """The largest magnitude in each block of the `matrices`, float32 of the scales' shape; 0 for blocks in no part.
 
     Raises `ProtocolError` for a part with blocks that its matrix does not have.
     """
-    merged = {cut.matrix.name: torch.zeros(cut.matrix.pair.scales.shape, dtype=torch.float32) for cut in cuts}
+    merged = {matrix.name: torch.zeros(matrix.pair.scales.shape, dtype=torch.float32) for matrix in matrices}
     for part in parts:
         if (whole := merged.get(part.name)) is None:
             continue

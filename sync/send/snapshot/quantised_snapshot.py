@@ -9,47 +9,18 @@ as soon as they were read, and quantises it when every rank has published its ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
-from ...codecs.quantised import block_fp8
 from ...codecs.quantised.block_fp8 import BLOCK
 from ...codecs.quantised.quantisation import is_quantised, pair_of, scale_box
 from ...version.box import Box
 from ...version.tensor_spec import LocalShard, Shard, TensorSlice
-from .quantised_blocks import CutBlocks, QuantisedMatrix, corner, regions_of
-from .snapshot import Copy, Milestone, PendingBlocks, Snapshot, copies, device_of
+from .quantised_blocks import QuantisedMatrix, QuantiseStep, regions_of
+from .snapshot import Copy, Milestone, Snapshot, copies, device_of
 
 _Key = tuple[str, Box]
 _CHUNK_NUMEL = 4 << 20
 """Most elements of one step, so that waiting threads see progress within a large matrix."""
-_SAMPLED_ROWS = 16
-"""Rows of each step whose error is computed: enough for an estimate, at low cost, and within one row of blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Quantise:
-    """The step that quantises complete blocks of a matrix, or copies this rank's parts of divided blocks."""
-
-    matrix: QuantisedMatrix
-    box: Box
-    is_cut: bool
-
-    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
-        """See `Milestone.step`."""
-        matrix, box = self.matrix, self.box
-        data = matrix.data(box)
-        magnitudes = matrix.magnitudes(box, data)
-        if self.is_cut:
-            pending_blocks.cuts.append(CutBlocks(matrix, box, data.clone()))
-            pending_blocks.magnitudes.append(magnitudes)
-            return
-        scales = block_fp8.scales_of(magnitudes.values)
-        quantised = matrix.put(memory, box, data, scales)
-        few = slice(0, _SAMPLED_ROWS)
-        pending_blocks.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
 
 
 def quantised_slices(shards: Sequence[LocalShard]) -> list[Shard]:
@@ -77,7 +48,7 @@ def quantised_snapshot(shards: Sequence[LocalShard], slices: Sequence[Shard], of
         ((first_bytes[_key(shard)], shard) for shard in shards if not is_quantised(shard.spec)),
         key=lambda pair: pair[0],
     )
-    starts: list[tuple[int, Copy | _Quantise]] = [(copy.start, copy) for copy in copies(plain)]
+    starts: list[tuple[int, Copy | QuantiseStep]] = [(copy.start, copy) for copy in copies(plain)]
     for shard in shards:
         if is_quantised(shard.spec):
             starts += _steps(shard, first_bytes)
@@ -91,12 +62,12 @@ def quantised_snapshot(shards: Sequence[LocalShard], slices: Sequence[Shard], of
     milestones = [
         Milestone(step.run, until, number) for number, (step, until) in enumerate(zip(steps, final, strict=True), 1)
     ]
-    ends = {step.matrix.name: number for number, step in enumerate(steps, 1) if isinstance(step, _Quantise)}
+    ends = {step.matrix.name: number for number, step in enumerate(steps, 1) if isinstance(step, QuantiseStep)}
     copied = [(step.start, number) for number, step in enumerate(steps, 1) if isinstance(step, Copy)]
     for offset, shard in plain:
         numbers = (number for start, number in copied if start < offset + shard.nbytes)
         ends[shard.spec.name] = max(numbers, default=0)
-    is_cut = any(isinstance(step, _Quantise) and step.is_cut for step in steps)
+    is_cut = any(isinstance(step, QuantiseStep) and step.is_cut for step in steps)
     # On one thread: steps add to `PendingBlocks`.
     return Snapshot(device_of(shards), milestones, nbytes, ends, len(steps), is_cut=is_cut)
 
@@ -105,7 +76,7 @@ def _key(each: Shard) -> _Key:
     return each.spec.name, each.box
 
 
-def _steps(shard: LocalShard, first_bytes: Mapping[_Key, int]) -> Iterator[tuple[int, _Quantise]]:
+def _steps(shard: LocalShard, first_bytes: Mapping[_Key, int]) -> Iterator[tuple[int, QuantiseStep]]:
     """Yield the steps of a shard in the order of its elements, each with the first byte that it writes."""
     pair = pair_of(shard.spec)
     own = scale_box(shard.box)
@@ -115,4 +86,4 @@ def _steps(shard: LocalShard, first_bytes: Mapping[_Key, int]) -> Iterator[tuple
         for first in range(0, region.shape[0], rows):
             starts = (region.starts[0] + first, region.starts[1])
             box = Box(starts, (min(rows, region.shape[0] - first), region.shape[1]))
-            yield matrix.first_byte(box), _Quantise(matrix, box, is_cut)
+            yield matrix.first_byte(box), QuantiseStep(matrix, box, is_cut)

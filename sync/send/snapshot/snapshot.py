@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpu
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
-from ...codecs.quantised import QuantisationReport
 from ...version.tensor_spec import LocalShard, raw_bytes
-from .quantised_blocks import CutBlocks, Magnitudes, largest_magnitudes
+from .quantised_blocks import PendingBlocks
 
 
 class Progress:
@@ -87,25 +86,6 @@ _CHUNK_BYTES = 64 << 20
 """Most bytes of one copy, so that waiting threads see progress within a large tensor."""
 _SMALL_BYTES = 256 << 10
 """Shards up to this size are copied together, because a call costs as much as copying 30 KiB."""
-
-
-@dataclass(slots=True)
-class PendingBlocks:
-    """Results of a snapshot that are not in its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
-
-    cuts: list[CutBlocks] = field(default_factory=list)
-    """Elements that are not quantised yet, because their scales depend on the magnitudes of other ranks."""
-    magnitudes: list[Magnitudes] = field(default_factory=list)
-    """The magnitudes of the blocks in `cuts`."""
-    error: QuantisationReport = field(default_factory=QuantisationReport)
-    """The quantisation error of a sample of the elements."""
-
-    def quantise_cuts(self, magnitudes: Iterable[Magnitudes], memory: torch.Tensor) -> None:
-        """Quantise the elements of `cuts` into the snapshot, with the magnitudes of all ranks. Raises `ProtocolError`."""
-        largest = largest_magnitudes(magnitudes, self.cuts)
-        for cut in self.cuts:
-            self.error += cut.quantise(largest[cut.matrix.name], memory)
-        self.cuts.clear()  # if rows are divided, the cuts can be as large as the shards themselves
 
 
 @dataclass(frozen=True, slots=True)
