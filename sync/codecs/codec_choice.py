@@ -36,12 +36,7 @@ class RankChange:
 
 
 class CodecChooser:
-    """Chooses the codec of each version of one trainer rank.
-
-    Args:
-        policy: The user's configuration.
-        full_every: Number of versions of which at least one is sent dense.
-    """
+    """Chooses the codec of each version of one trainer rank."""
 
     def __init__(self, policy: CodecPolicy, full_every: int) -> None:
         self._policy = policy

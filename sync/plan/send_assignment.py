@@ -169,10 +169,7 @@ class HolderMap:
 
     @classmethod
     def of(cls, held: Mapping[str, Placement]) -> HolderMap:
-        """Combine the placements of all trainer ranks.
-
-        Args:
-            held: The placement of each rank. The order of the mapping is the rank order.
+        """Combine the placements of all trainer ranks. The order of `held` is the rank order.
 
         Raises:
             ManifestError: Ranks disagree about a tensor, or no rank holds some of its elements.

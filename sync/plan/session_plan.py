@@ -118,11 +118,7 @@ class Supply:
 
 
 class PlanExchange:
-    """Exchanges the messages from which the participants of a session compute their plan.
-
-    Args:
-        mailbox: A mailbox that only this session uses.
-    """
+    """Exchanges the messages from which the participants of a session compute their plan, in a mailbox of the session."""
 
     def __init__(self, mailbox: SessionMailbox) -> None:
         self._mailbox = mailbox
@@ -171,12 +167,7 @@ class SessionPlan:
 
     @classmethod
     def of(cls, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> SessionPlan:
-        """Compute the plan.
-
-        Args:
-            supply: The slices that the trainer ranks send.
-            needed: The slices that each rollout rank needs.
-            facts: Capabilities of the engine. If it stores versions, the first trainer rank sends one lane of full tensors.
+        """Compute the plan. If the engine stores versions, the first trainer rank sends one lane of full tensors.
 
         Raises:
             ManifestError: See `plan_transfer`.

@@ -49,13 +49,6 @@ class ExpectedBucket:
 class ReceiveSession:
     """The receiving end of participant `rank` in the session `name`.
 
-    Args:
-        name: The session.
-        rank: The participant.
-        planned: The session's plan.
-        links: The rank's connected links.
-        stored_checksums: Checksums of versions in a store; None where each checksum arrives with its bucket.
-
     Attributes:
         sources: Links with buckets for this rank, all received from concurrently.
         relayed: The lanes that this rank relays on each of its sender links, with their destinations.

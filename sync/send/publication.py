@@ -155,14 +155,7 @@ class SendSession:
 
 
 class Publication:
-    """A version that one trainer rank publishes.
-
-    Args:
-        rank: The trainer rank.
-        version: The version.
-        number: Its number among all publications of this publisher.
-        identity: See `Manifest.identity`.
-    """
+    """A version that one trainer rank publishes."""
 
     def __init__(self, rank: SendingRank, version: int, number: int, identity: str) -> None:
         self.version, self.identity = version, identity
@@ -172,7 +165,9 @@ class Publication:
         """Whether it will not be sent any more: a newer one replaces it, or its snapshot has failed."""
         self.slot: SnapshotSlot | None = None
         """The memory of its snapshot; None until the snapshot has begun."""
-        self._rank, self._number = rank, number
+        self._rank = rank
+        self._number = number
+        """Its number among all publications of this publisher."""
         self._mark: Any = rank.snapshot.mark()
         """See `Snapshot.mark`."""
         self._choice = Choice(CODEC_DENSE, "asked for")

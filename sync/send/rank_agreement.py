@@ -184,10 +184,6 @@ class ReplicatedShards:
     rank computes digests of its replicated slices before its snapshot, while no parameter changes. Until a version has committed
     it digests all of these slices. Afterwards it digests a few for each version, in turn, at low cost. Rank 0 compares the
     digests before it offers the version.
-
-    Args:
-        replicated: All such slices, in the same order on every rank.
-        shards: This rank's shards.
     """
 
     def __init__(self, replicated: Sequence[TensorSlice], shards: Sequence[LocalShard]) -> None:

@@ -116,14 +116,9 @@ class SendMemory:
 
 
 class PackingBuffers:
-    """Buffers for buckets whose bytes do not lie in a snapshot as in the stream. Allocated when the first bucket is packed.
+    """Buffers for buckets whose bytes do not lie in a snapshot as in the stream. Allocated when the first bucket is packed."""
 
-    Args:
-        engine: Allocates the memory; None for torch's allocator.
-        device: Device of the buffers.
-    """
-
-    def __init__(self, engine: CheckpointEngine | None, device: torch.device) -> None:
+    def __init__(self, engine: CheckpointEngine, device: torch.device) -> None:
         self._engine, self._device = engine, device
         self._memories: list[SendMemory] = []
 

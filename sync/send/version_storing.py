@@ -24,12 +24,7 @@ Commit = Callable[[int, Deadline], None]
 
 
 class VersionStoring:
-    """Commits the versions of one publisher, one after the other. Thread-safe; only `wait` and `close` wait.
-
-    Args:
-        name: The publisher.
-        deadline_s: Time limit for one commit, in seconds.
-    """
+    """Commits the versions of one publisher, one after the other. Thread-safe; only `wait` and `close` wait."""
 
     def __init__(self, name: str, deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s

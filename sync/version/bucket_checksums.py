@@ -80,11 +80,7 @@ class SessionMailbox(Protocol):
 
 
 class StoredChecksums:
-    """The checksums of stored versions, one message for each version, because senders and receivers have no connection.
-
-    Args:
-        mailbox: A mailbox that only this session uses.
-    """
+    """The checksums of stored versions, one message for each version, in a mailbox of the session."""
 
     def __init__(self, mailbox: SessionMailbox) -> None:
         self._mailbox = mailbox

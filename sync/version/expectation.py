@@ -74,13 +74,7 @@ def check_coverage(
     """Raise one `ManifestError` that lists all mismatches between a version and the receiver's tensors, if there are any.
 
     Mismatches are missing, unexpected, fused and padded tensors, and tensors of another shape or dtype. A version may have
-    tensors that are unread or `is_computed`.
-
-    Args:
-        manifest: The version.
-        expectation: The receiver's tensors.
-        part: The receiver, for the error.
-        specs: The version's tensors as they are loaded; by default those of the manifest.
+    tensors that are unread or `is_computed`. With `specs`, these are the version's tensors as they are loaded.
     """
     sent = {spec.name: spec for spec in (manifest.tensors if specs is None else specs)}
     own = expectation.own_names(sent.keys())

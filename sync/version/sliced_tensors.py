@@ -111,12 +111,7 @@ class SlicedTensors(LazyTensors):
 
 
 class SelectedTensors(LazyTensors):
-    """Selected slices and tensors of a version: slices by their names in the stream, tensors (see `partly`) by their own.
-
-    Args:
-        tensors: The version.
-        names: Names of slices and tensors.
-    """
+    """Selected slices and tensors of a version: slices by their names in the stream, tensors (see `partly`) by their own."""
 
     def __init__(self, tensors: SlicedTensors, names: Iterable[str]) -> None:
         self._tensors = tensors

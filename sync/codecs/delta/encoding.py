@@ -67,12 +67,7 @@ class RankDelta:
 
 
 class DeltaEncoder:
-    """Compares two snapshots of a rank's shards; on CPU with several threads.
-
-    Args:
-        shards: The rank's shards.
-        places: First byte of each in a snapshot.
-    """
+    """Compares two snapshots of a rank, in which its shards begin at the bytes `places`; on CPU with several threads."""
 
     def __init__(self, shards: Sequence[Shard], places: Sequence[int]) -> None:
         self._shards = [
@@ -192,15 +187,7 @@ class DeltaEncoder:
 def delta_manifest(
     layout: Manifest, version: int, base: tuple[int, str], identity: str, segments: Sequence[Sequence[DeltaSegment]]
 ) -> Manifest:
-    """The manifest of a delta.
-
-    Args:
-        layout: The manifest of dense versions.
-        version: The version that the delta leads to.
-        base: Number and identity of the version that the delta applies to.
-        identity: Identity of the version.
-        segments: The segments of every rank, in rank order.
-    """
+    """The manifest of a delta to the version with number and identity `base`, of the segments of every rank in rank order."""
     nbytes = sum(segment.nbytes for mine in segments for segment in mine)
     bucket_bytes = max(_LEAST_BUCKET_BYTES, -(-nbytes // _BUCKETS // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
     return replace(

@@ -21,10 +21,6 @@ from .quantisation import QuantisedPair, check_format, quantised_pairs, touched_
 class RestorePlan:
     """How a receiver loads versions like that of a manifest: as they were sent, or restored.
 
-    Args:
-        manifest: The manifest of a version.
-        expectation: The tensors of the receiver's model.
-
     Raises:
         ManifestError: The format is unknown, or the version's tensors do not fit each other.
     """
@@ -86,12 +82,7 @@ class RestorePlan:
 
 
 class RestoredTensors(LazyTensors):
-    """The slices of a quantised version, each restored when it is read.
-
-    Args:
-        plan: Describes the slices.
-        staged: The tensors of the stream, scales included.
-    """
+    """The slices of a quantised version, each restored when it is read."""
 
     def __init__(self, plan: RestorePlan, staged: Mapping[str, torch.Tensor]) -> None:
         self._plan = plan

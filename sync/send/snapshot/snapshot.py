@@ -23,12 +23,7 @@ from .quantised_blocks import PendingBlocks
 
 
 class Progress:
-    """Counts the bytes of a snapshot that are final: [0, `done_bytes`). Thread-safe.
-
-    Args:
-        what: The snapshot, for error messages.
-        part: The waiting participant, for error messages.
-    """
+    """Counts the bytes of a snapshot that are final: [0, `done_bytes`). Thread-safe."""
 
     def __init__(self, what: str, part: str) -> None:
         self._what = what
