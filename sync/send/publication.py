@@ -93,9 +93,7 @@ class SendSession:
             self._tables = [CopyTable.of(self.parts, self.layout)]
         else:
             self._tables = [CopyTable.of(parts, self.layout) for parts in rank.parts_of_all(regions)]
-            self._gather = ShardGather.connect(
-                rendezvous, self.name, publishers, rank.number, self.layout, rank.device, deadline
-            )
+            self._gather = ShardGather.connect(rendezvous, self.name, publishers, rank.number, rank.device, deadline)
         self._links.connect(rendezvous, self.name, planned, deadline)
         if not rank.gathers or rank.number == 0:
             checksums = StoredChecksums(rendezvous.mailbox(f"checksums/{self.name}")) if rank.stores else None

@@ -12,7 +12,6 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     DeadlineExceededError,
-    ManifestError,
     TransportError,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
@@ -28,7 +27,6 @@ from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.ckpt_engines.runtime.threads import start_thread
 
 from ..control.rendezvous import Rendezvous
-from ..version.manifest import Manifest
 
 _PART = "shard gather"
 _HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
@@ -55,41 +53,28 @@ class ShardGather:
         session: str,
         names: Sequence[str],
         rank: int,
-        layout: Manifest,
         device: torch.device,
         deadline: Deadline,
     ) -> ShardGather:
-        """Open the process group with the other ranks. Raises `ManifestError` if one of them has another layout."""
-        group = None
-        if len(names) > 1:
-            mailbox = rendezvous.mailbox(f"gather/{session}")
-            mailbox.put(names[rank], layout.layout_digest)
-            for name in names:
-                if mailbox.get(name, deadline) != layout.layout_digest:
-                    raise ManifestError(
-                        f"{name} publishes other tensors than {names[rank]}.",
-                        part=_PART,
-                        peer=name,
-                        hint="Every trainer rank must be given the same placements.",
-                    )
-            store = rendezvous.store(f"gather-group/{session}")
-            backend = _BACKENDS.get(device.type)
-            if backend is None:
-                raise ConfigError(
-                    f"trainer ranks cannot hand each other {device.type} memory.",
-                    part=_PART,
-                    hint=f"Choose a checkpoint engine for one of: {', '.join(_BACKENDS)}.",
+        """Open the process group with the other ranks."""
+        store = rendezvous.store(f"gather-group/{session}")
+        backend = _BACKENDS.get(device.type)
+        if backend is None:
+            raise ConfigError(
+                f"trainer ranks cannot hand each other {device.type} memory.",
+                part=_PART,
+                hint=f"Choose a checkpoint engine for one of: {', '.join(_BACKENDS)}.",
+            )
+        host = rendezvous.local_host
+
+        def open_group() -> Group:
+            with runtime_of(device).current():
+                return open_process_group(
+                    backend, store, rank, len(names), deadline, host=host, device=device, names=names
                 )
-            host = rendezvous.local_host
 
-            def open_group() -> Group:
-                with runtime_of(device).current():
-                    return open_process_group(
-                        backend, store, rank, len(names), deadline, host=host, device=device, names=names
-                    )
-
-            # Requests to the store have no timeout, so this rank would wait forever for a frozen coordinator.
-            group = result_of(start_call(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
+        # Requests to the store have no timeout, so this rank would wait forever for a frozen coordinator.
+        group = result_of(start_call(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
         return cls(group, names, rank, device)
 
     def receive(self, rank: int, nbytes: int, deadline: Deadline) -> torch.Tensor:

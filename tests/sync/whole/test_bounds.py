@@ -102,10 +102,8 @@ def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_
 
 
 def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank(rendezvous: Rendezvous) -> None:
-    layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
-
     def join(rank: int) -> ShardGather:
-        return ShardGather.connect(rendezvous, "s", ["t-0", "t-1"], rank, layout, HOST, Deadline.after(HANG_S))
+        return ShardGather.connect(rendezvous, "s", ["t-0", "t-1"], rank, HOST, Deadline.after(HANG_S))
 
     def receive() -> None:
         first.receive(1, 64, Deadline.after(NEVER_S))
