@@ -137,7 +137,7 @@ class Subscriber(Participant):
             if failure := self._outcomes.failure(version):
                 raise failure from None
             raise
-        return self._restoring_of(manifest)(staged)
+        return self._loaded(manifest, staged)
 
     def take_stream(self, version: int) -> LiveStream | None:
         """The stream of `version` to write into the live weights; None if the version is staged, or not known here.
@@ -176,7 +176,7 @@ class Subscriber(Participant):
         Raises `CommitError` if it is not kept: before the second version, or if there is memory for one version only.
         """
         manifest, kept = self._staging.take_previous(version)
-        return manifest.version, self._restoring_of(manifest)(kept)
+        return manifest.version, self._loaded(manifest, kept)
 
     def release(self, version: int) -> None:
         """End the use of the tensors of `version` that `take` or `take_previous` returned."""
@@ -266,12 +266,12 @@ class Subscriber(Participant):
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
         deadline, stall_s = Deadline.after(message.deadline_s), message.stall_s
         sent, manifest = session.manifest(message.manifest)
-        restoring, prepare_delta, stream = self._restoring_of(manifest), self.prepare_delta, None
+        prepare_delta, stream = self.prepare_delta, None
         if manifest.is_delta:
             self._check_base(manifest, live=prepare_delta is not None)
         self._staging.forget_prepared()  # `reserve` drops other versions that are not committed
         viewed = manifest.lasting and self._engine.capabilities.views
-        if self._in_place and restoring.restores:
+        if self._in_place and manifest.quantised and self._restoring_of(manifest).restores:
             raise ManifestError(
                 f"version {manifest.version} is quantised, and its weights cannot be restored in place.",
                 part=self.name,
@@ -302,6 +302,9 @@ class Subscriber(Participant):
                 part=self.name,
                 hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes.",
             )
+
+    def _loaded(self, manifest: Manifest, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._restoring_of(manifest)(staged) if manifest.quantised else manifest.loaded(staged)
 
     def _restoring_of(self, manifest: Manifest) -> RestorePlan:
         """The restore plan of a version; the same object for versions with the same tensors and quantisation."""

@@ -56,11 +56,11 @@ class ViewedVersion:
     def of(cls, manifest: Manifest, buckets: Mapping[int, torch.Tensor]) -> ViewedVersion | None:
         """The version with these `buckets`, by index; None if the buckets of a section are not contiguous in memory."""
         runs = []
-        for section in range(manifest.section_count):
+        for section, (start, _) in enumerate(manifest.bounds):
             run = adjoined([buckets[index] for index in manifest.buckets_of(section)])
             if run is None:
                 return None
-            runs.append((manifest.bounds_of(section)[0], run))
+            runs.append((start, run))
         return cls(manifest, runs)
 
     @property

@@ -24,7 +24,7 @@ from ..version.bucket_checksums import CHECKSUMS_FILE, StoredChecksums, checksum
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable
 from ..version.safetensors_files import version_files
-from .sending_rank import PACKING_BUFFERS, PackingBuffers
+from .sending_rank import PACKING_BUFFERS
 from .shard_gather import ShardGather
 from .snapshot.snapshot import Progress
 
@@ -72,7 +72,7 @@ class BucketSource:
         deadline: Limit for all waits for bytes.
         manifest: The version, with the windows of its buckets.
         tables: Copies from the memory to the stream; with `gather`, those of every rank, by rank.
-        buffers: Memory to pack into; allocated when a bucket is packed.
+        buffers: Returns memory to pack into, for buckets of so many bytes.
         gather: Brings the bytes of the other ranks to rank 0; None if this rank has all bytes of its buckets.
     """
 
@@ -83,7 +83,7 @@ class BucketSource:
         deadline: Deadline,
         manifest: Manifest,
         tables: Sequence[CopyTable],
-        buffers: PackingBuffers,
+        buffers: Callable[[int], Sequence[torch.Tensor]],
         gather: ShardGather | None = None,
     ) -> None:
         self._memory, self._progress, self._deadline = memory, progress, deadline
@@ -113,7 +113,7 @@ class BucketSource:
                 f"receivers shall read bucket {index} in place, and it does not lie in the snapshot.", part="send"
             )
         self.packing_buffers = PACKING_BUFFERS
-        buffers = self._buffers.of(self._manifest.largest_bucket_bytes)
+        buffers = self._buffers(self._manifest.largest_bucket_bytes)
         data = buffers[self._packed % len(buffers)][: stop - start]
         self._packed += 1
         own.pack(memory, start, stop, data)

@@ -129,7 +129,7 @@ class SendSession:
             tables = delta_tables(segments)
             if self._gather is None:
                 tables = [tables[rank.number]]
-        source = BucketSource(memory, progress, deadline, manifest, tables, rank.buffers, self._gather)
+        source = BucketSource(memory, progress, deadline, manifest, tables, rank.packing_buffers, self._gather)
         if self._gather is not None and rank.number != 0:
             return source.give(self._gather, rank.number)
         assert self.pipeline is not None, "connected"

@@ -115,27 +115,6 @@ class SendMemory:
             self._engine.free(old)
 
 
-class PackingBuffers:
-    """Buffers for buckets whose bytes do not lie in a snapshot as in the stream. Allocated when the first bucket is packed."""
-
-    def __init__(self, engine: CheckpointEngine, device: torch.device) -> None:
-        self._engine, self._device = engine, device
-        self._memories: list[SendMemory] = []
-
-    def of(self, nbytes: int) -> Sequence[torch.Tensor]:
-        """The buffers, 1-D uint8, each at least `nbytes` long. Raises `StorageError`."""
-        while len(self._memories) < PACKING_BUFFERS:
-            self._memories.append(SendMemory(self._engine, 0, self._device))
-        for memory in self._memories:
-            memory.grow(nbytes, exactly=True)
-        return [memory.data for memory in self._memories]
-
-    def close(self) -> None:
-        """Free the memory."""
-        for memory in self._memories:
-            memory.close()
-
-
 @dataclass(slots=True, eq=False)
 class SnapshotSlot:
     """Memory for one snapshot."""
@@ -225,7 +204,7 @@ class SendingRank:
         """Held by a thread that writes to a snapshot after it was taken."""
         self.delta_memory = SendMemory(owner, 0, self.device)
         """Memory for the segments of the newest delta; it grows as needed."""
-        self.buffers = PackingBuffers(engine, self.device)
+        self._packing: list[SendMemory] = []
         self.chooser = None if config.codec == CODEC_DENSE else CodecChooser(config.codec, config.full_every)
         """None if no version is a delta."""
         self.encoder = DeltaEncoder(self.slices, self.offsets)
@@ -247,6 +226,14 @@ class SendingRank:
         if self._only_one:
             self.base = None
         return self._slots[-1]
+
+    def packing_buffers(self, nbytes: int) -> Sequence[torch.Tensor]:
+        """Memory for packed buckets, 1-D uint8, each at least `nbytes` long, allocated when needed. Raises `StorageError`."""
+        while len(self._packing) < PACKING_BUFFERS:
+            self._packing.append(SendMemory(self.engine, 0, self.device))
+        for memory in self._packing:
+            memory.grow(nbytes, exactly=True)
+        return [memory.data for memory in self._packing]
 
     @property
     def numel(self) -> int:
@@ -294,7 +281,8 @@ class SendingRank:
         for slot in self._slots:
             slot.memory.close()
         self.delta_memory.close()
-        self.buffers.close()
+        for memory in self._packing:
+            memory.close()
 
 
 def _names(shares: Iterable[Placement]) -> Iterator[str]:

@@ -24,7 +24,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,7 +37,7 @@ from weightlane.ckpt_engines import FilePart, ProtocolError
 
 from .box import Box, overlap, row_major_strides
 from .manifest_message import LIMIT, DeltaSegment, ManifestMessage
-from .sliced_tensors import Slicing
+from .sliced_tensors import SlicedTensors, Slicing
 from .tensor_spec import StreamEntry, TensorSlice, TensorSpec
 
 ALIGNMENT_BYTES = 64
@@ -125,7 +125,7 @@ class Manifest:
     def as_version(self, version: int, identity: str) -> Manifest:
         """The manifest of another dense version with the same layout. It shares the cached properties of this one."""
         assert not self.is_delta
-        _ = self._first_buckets, self._places  # every version needs them: computed once, for all
+        _ = self._first_buckets, self._places, self.whole_order  # every version needs them: computed once, for all
         other = copy(self)
         other.__dict__.update(version=version, identity=identity)
         return other
@@ -199,8 +199,8 @@ class Manifest:
         return tuple(where[spec.name] for spec in self.specs)
 
     @cached_property
-    def _bounds(self) -> list[tuple[int, int]]:
-        """First byte and one past the last byte on the wire of each section."""
+    def bounds(self) -> list[tuple[int, int]]:
+        """First byte and one past the last byte of each section in the stream, or in a delta's segments."""
         if not self.sections:
             return [(0, self.wire_bytes)]
         firsts = [0, *accumulate(self.sections)]
@@ -219,7 +219,7 @@ class Manifest:
         """First byte and one past the last byte of each span that is cut into buckets: a section or a file."""
         if self._has_files:
             return [(tensors[0].offset, tensors[-1].end) for tensors in self._files]
-        return self._bounds
+        return self.bounds
 
     @cached_property
     def _first_buckets(self) -> list[int]:
@@ -250,15 +250,6 @@ class Manifest:
 
     def _span_of(self, index: int) -> int:
         return min(bisect_right(self._first_buckets, index), len(self._spans)) - 1
-
-    @property
-    def section_count(self) -> int:
-        """Number of sections."""
-        return len(self._bounds)
-
-    def bounds_of(self, section: int) -> tuple[int, int]:
-        """First byte and one past the last byte of a section in the stream, or in a delta's segments."""
-        return self._bounds[section]
 
     def buckets_of(self, section: int) -> range:
         """The buckets of a section, in order."""
@@ -352,6 +343,20 @@ class Manifest:
             (spec.name, spec.dtype, spec.shape, row_major_strides(spec.shape), offset // spec.dtype.itemsize)
             for spec, offset in zip(self.specs, self.offsets, strict=True)
         ]
+
+    @cached_property
+    def whole_order(self) -> list[str]:
+        """The tensors of the checkpoint in its order, if the version is sent in slices that are whole tensors; else empty."""
+        order = [spec.name for spec in self.tensors]
+        return order if self.slicing is not None and {spec.name for spec in self.specs} == set(order) else []
+
+    def loaded(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors of the checkpoint, from those of the stream. They are assembled on access if they arrived in slices."""
+        if self.slicing is None:
+            return staged
+        if self.whole_order:
+            return {name: staged[name] for name in self.whole_order}
+        return SlicedTensors(self.slicing, staged)
 
     @classmethod
     def from_plain(cls, plain: Any) -> Manifest:

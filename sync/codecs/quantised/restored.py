@@ -34,11 +34,9 @@ class RestorePlan:
         """Slices of restored tensors, by their names in the stream."""
         self.scales: dict[str, list[tuple[Box, str]]] = defaultdict(list)
         """Slices of each tensor of scales, with their names in the stream."""
-        self._slicing = manifest.slicing
-        # The checkpoint's order of tensors, if the version is sent in slices that are whole tensors.
-        self._order = [spec.name for spec in manifest.tensors]
-        if manifest.slicing is None or {spec.name for spec in manifest.specs} != set(self._order):
-            self._order = []
+        self._manifest = manifest
+        self._slicing: Slicing | None = None
+        """The slices of restored tensors, if some are not whole."""
         if manifest.quantised:
             self._prepare(manifest, expectation)
 
@@ -58,22 +56,21 @@ class RestorePlan:
         )
         restored = {spec.name: spec for spec in self.specs}
         regions = {spec.name: region for spec, region in zip(manifest.specs, manifest.regions, strict=True)}
-        for name in self._order or regions:
+        for name in manifest.whole_order or regions:
             tensor, box = regions[name].spec.name, regions[name].box
             if tensor in scales:
                 self.scales[tensor].append((box, name))
             else:
                 self.regions[name] = TensorSlice(restored[tensor], box)
-        if self._slicing is not None:
+        if manifest.slicing is not None and not manifest.whole_order:
             self._slicing = Slicing(manifest.plan, self.specs, tuple(self.regions.values()))
 
     def __call__(self, staged: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors to load; `staged` are the tensors of the stream."""
-        if self.pairs:
-            staged = RestoredTensors(self, staged)
-        elif self._order:
-            staged = {name: staged[name] for name in self._order}
-        return staged if self._slicing is None or self._order else SlicedTensors(self._slicing, staged)
+        if not self.pairs:
+            return self._manifest.loaded(staged)
+        restored = RestoredTensors(self, staged)
+        return restored if self._slicing is None else SlicedTensors(self._slicing, restored)
 
     @property
     def restores(self) -> bool:
