@@ -14,10 +14,9 @@ from rich.table import Table
 
 from weightlane.ckpt_engines import Capabilities, CheckpointEngineRegistry, ConfigError, Delivery
 from weightlane.sync.config import Relay, SyncConfig
+from weightlane.sync.plan.known_shapes import USUAL, RolloutLayout, TrainerLayout, shape_named, weights
 from weightlane.sync.plan.links import check_relay
 from weightlane.sync.plan.plan_report import Shown, plan_report
-from weightlane.sync.plan.shapes.model_shapes import shape_named, weights
-from weightlane.sync.plan.shapes.parallel_layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.publisher import publisher_name
 
 from ..output import console

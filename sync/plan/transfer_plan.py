@@ -113,15 +113,15 @@ class _Planner:
         """For each tensor, the slices that are needed, with the index of the receiver group."""
         index_of = {name: index for index, name in enumerate(self._sent)}
         needs: list[list[tuple[Box, int]]] = [[] for _ in index_of]
-        for number, group in enumerate(self._groups):
-            for spec, boxes in zip(group.placement.specs, group.placement.boxes, strict=True):
+        for number, (placement, receivers) in enumerate(self._groups):
+            for spec, boxes in zip(placement.specs, placement.boxes, strict=True):
                 sent = self._sent.get(spec.name)
                 if sent is None or (sent.spec is not spec and sent.spec != spec):
                     raise ManifestError(
-                        f"{group.receivers[0]} needs {spec.name} of shape {list(spec.shape)} in {dtype_name(spec.dtype)},"
+                        f"{receivers[0]} needs {spec.name} of shape {list(spec.shape)} in {dtype_name(spec.dtype)},"
                         " which no trainer rank sends.",
                         part=PART,
-                        peer=group.receivers[0],
+                        peer=receivers[0],
                         hint="Translate the slices by `Supply.on_the_wire`, or ask for everything.",
                     )
                 needs[index_of[spec.name]] += [(box, number) for box in boxes]
@@ -168,7 +168,7 @@ class _Planner:
         return senders[0]
 
     def _nobody_sends(self, spec: TensorSpec, box: Box, group: int) -> ManifestError:
-        receiver = self._groups[group].receivers[0]
+        receiver = self._groups[group][1][0]
         return ManifestError(
             f"{receiver} needs {where(box)} of {spec.name} of shape {list(spec.shape)}, which no trainer rank sends.",
             part=PART,
@@ -200,7 +200,7 @@ class _Planner:
         for (sender, groups), cells in lanes.items():
             if groups not in receivers_of:
                 receivers_of[groups] = tuple(
-                    sorted(index_of[name] for number in groups for name in self._groups[number].receivers)
+                    sorted(index_of[name] for number in groups for name in self._groups[number][1])
                 )
             own.setdefault(sender, []).append((receivers_of[groups], cells))
         for sender in sorted(own):
@@ -214,36 +214,23 @@ class _Planner:
                     yield Lane(self._senders[sender], tuple(self._receivers[each] for each in receivers), tuple(cells))
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverGroup:
-    """Rollout ranks that need the same slices."""
-
-    placement: Placement
-    receivers: tuple[str, ...]
-    """In rank order."""
-
-
-def group_receivers(needed: Mapping[str, Placement]) -> tuple[ReceiverGroup, ...]:
-    """Group the rollout ranks with equal placements, in the order of each group's first rank.
+def group_receivers(needed: Mapping[str, Placement]) -> list[tuple[Placement, list[str]]]:
+    """Group the rollout ranks with equal placements, in the order of each group's first rank, the ranks in their order.
 
     Placements are compared instead of hashed, because two different ones differ within the first few tensors. A placement object
     that many ranks share is compared once.
     """
-    seen: dict[int, int] = {}
-    by_names: dict[tuple[str, ...], list[int]] = {}
     groups: list[tuple[Placement, list[str]]] = []
+    known: dict[int, list[str]] = {}
     for receiver, placement in needed.items():
-        index = seen.get(id(placement))
-        if index is None:
-            candidates = by_names.setdefault(tuple(spec.name for spec in placement.specs), [])
-            index = next((each for each in candidates if groups[each][0] == placement), None)
-            if index is None:
-                index = len(groups)
-                candidates.append(index)
-                groups.append((placement, []))
-            seen[id(placement)] = index
-        groups[index][1].append(receiver)
-    return tuple(ReceiverGroup(placement, tuple(receivers)) for placement, receivers in groups)
+        if (receivers := known.get(id(placement))) is None:
+            receivers = next((each for other, each in groups if other == placement), None)
+            if receivers is None:
+                receivers = []
+                groups.append((placement, receivers))
+            known[id(placement)] = receivers
+        receivers.append(receiver)
+    return groups
 
 
 def replica_of(receiver: str) -> str:

@@ -15,10 +15,9 @@ from weightlane.ckpt_engines import Capabilities, Delivery
 from weightlane.sync.codecs.quantised.quantisation import quantised_placement
 from weightlane.sync.config import Relay, SyncConfig
 from weightlane.sync.plan import assign_slices, plan_transfer
+from weightlane.sync.plan.known_shapes import SHAPES, ModelShape, RolloutLayout, TrainerLayout, weights
 from weightlane.sync.plan.links import plan_routes
 from weightlane.sync.plan.plan_report import Shown, plan_report
-from weightlane.sync.plan.shapes.model_shapes import SHAPES, ModelShape, weights
-from weightlane.sync.plan.shapes.parallel_layouts import RolloutLayout, TrainerLayout
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec

@@ -1,6 +1,7 @@
-"""Common parallel layouts, and the placements of their ranks for a model of `shapes`, without a run.
+"""The tensors of known models, and the placements of their ranks in common parallel layouts, for plans without a run.
 
-A layout is written as ``pp8 ep32`` or ``8x tp16 ep16``: one word for each kind of parallelism, with its number of ranks.
+Sizes are those of the models' published ``config.json`` files, names those of their checkpoints on Hugging Face. A layout is
+written as ``pp8 ep32`` or ``8x tp16 ep16``: one word for each kind of parallelism, with its number of ranks.
 """
 
 from __future__ import annotations
@@ -10,15 +11,150 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Literal
+
+import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...version.box import Box
-from ...version.placement import Placement
-from ...version.tensor_spec import TensorSpec
-from .model_shapes import ModelShape, Weight
+from ..version.box import Box
+from ..version.placement import Placement
+from ..version.tensor_spec import TensorSpec
 
 _PART = "plan"
+Cut = Literal["whole", "rows", "columns", "kv_heads"]
+"""How tensor-parallel ranks divide a matrix. ``"kv_heads"`` is by rows, with at least one head for each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionShape:
+    """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+    query_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a mixture-of-experts decoder."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    experts: int
+    expert_width: int
+    dense_layers: int = 0
+    """Number of first layers that have one wide feed-forward network instead of experts."""
+    dense_width: int = 0
+    shared_experts: int = 0
+    latent: LatentAttentionShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of a checkpoint, and how parallel ranks divide it."""
+
+    spec: TensorSpec
+    cut: Cut
+    layer: int
+    """The layer; -1 before the first layer, `ModelShape.layers` after the last."""
+    expert: int | None = None
+    units: int = 1
+    """Number of heads, for ``"kv_heads"``."""
+
+
+SHAPES: dict[str, ModelShape] = {
+    "30b": ModelShape("Qwen3-30B-A3B", 48, 2048, 32, 4, 128, 151936, 128, 768),
+    "235b": ModelShape("Qwen3-235B-A22B", 94, 4096, 64, 4, 128, 151936, 128, 1536),
+    "1t": ModelShape(
+        "1T MoE",
+        layers=61,
+        hidden=7168,
+        heads=64,
+        kv_heads=64,
+        head=128,
+        vocabulary=163840,
+        experts=384,
+        expert_width=2048,
+        dense_layers=1,
+        dense_width=18432,
+        shared_experts=1,
+        latent=LatentAttentionShape(1536, 512, 128, 64, 128),
+    ),
+}
+"""Known models by their name in ``weightlane plan-shape``. ``1t`` has the sizes of Kimi K2."""
+
+
+def shape_named(name: str) -> ModelShape:
+    """The model of `SHAPES` with this name. Raises `ConfigError` for an unknown name."""
+    try:
+        return SHAPES[name.lower()]
+    except KeyError:
+        raise ConfigError(
+            f"{name!r} is no shape that is known.",
+            part=_PART,
+            hint=f"Known: {', '.join(SHAPES)}. The plan of a run: weightlane plan CONFIG.",
+        ) from None
+
+
+def weights(shape: ModelShape) -> Iterator[Weight]:
+    """Every tensor in bfloat16, layer by layer."""
+
+    def of(name: str, *size: int, cut: Cut = "whole", layer: int, expert: int | None = None, units: int = 1) -> Weight:
+        return Weight(TensorSpec(name, size, torch.bfloat16), cut, layer, expert, units)
+
+    def feed_forward(module: str, width: int, layer: int, expert: int | None = None) -> Iterator[Weight]:
+        yield of(f"{module}.gate_proj.weight", width, shape.hidden, cut="rows", layer=layer, expert=expert)
+        yield of(f"{module}.up_proj.weight", width, shape.hidden, cut="rows", layer=layer, expert=expert)
+        yield of(f"{module}.down_proj.weight", shape.hidden, width, cut="columns", layer=layer, expert=expert)
+
+    yield of("model.embed_tokens.weight", shape.vocabulary, shape.hidden, cut="rows", layer=-1)
+    for layer in range(shape.layers):
+        here = f"model.layers.{layer}"
+        yield of(f"{here}.input_layernorm.weight", shape.hidden, layer=layer)
+        for name, size, cut, units in _attention(shape):
+            yield of(f"{here}.self_attn.{name}.weight", *size, cut=cut, layer=layer, units=units)
+        yield of(f"{here}.post_attention_layernorm.weight", shape.hidden, layer=layer)
+        if layer < shape.dense_layers:
+            yield from feed_forward(f"{here}.mlp", shape.dense_width, layer)
+            continue
+        yield of(f"{here}.mlp.gate.weight", shape.experts, shape.hidden, layer=layer)
+        if shape.latent is not None:  # this family's routers have a bias
+            yield of(f"{here}.mlp.gate.e_score_correction_bias", shape.experts, layer=layer)
+        for expert in range(shape.experts):
+            yield from feed_forward(f"{here}.mlp.experts.{expert}", shape.expert_width, layer, expert)
+        if shape.shared_experts:
+            yield from feed_forward(f"{here}.mlp.shared_experts", shape.shared_experts * shape.expert_width, layer)
+    yield of("model.norm.weight", shape.hidden, layer=shape.layers)
+    yield of("lm_head.weight", shape.vocabulary, shape.hidden, cut="rows", layer=shape.layers)
+
+
+def _attention(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], Cut, int]]:
+    heads, hidden = shape.heads, shape.hidden
+    if (latent := shape.latent) is not None:
+        yield "q_a_proj", (latent.query_rank, hidden), "whole", 1
+        yield "q_a_layernorm", (latent.query_rank,), "whole", 1
+        yield "q_b_proj", (heads * (latent.nope + latent.rope), latent.query_rank), "rows", 1
+        yield "kv_a_proj_with_mqa", (latent.kv_rank + latent.rope, hidden), "whole", 1
+        yield "kv_a_layernorm", (latent.kv_rank,), "whole", 1
+        yield "kv_b_proj", (heads * (latent.nope + latent.value), latent.kv_rank), "rows", 1
+        yield "o_proj", (hidden, heads * latent.value), "columns", 1
+        return
+    yield "q_proj", (heads * shape.head, hidden), "rows", 1
+    for name in ("k_proj", "v_proj"):
+        yield name, (shape.kv_heads * shape.head, hidden), "kv_heads", shape.kv_heads
+    yield "o_proj", (hidden, heads * shape.head), "columns", 1
+    for name in ("q_norm", "k_norm"):
+        yield name, (shape.head,), "whole", 1
+
+
 _WORD = re.compile(r"([a-z]+)(\d+)|(\d+)(x)")
 _MOST_RANKS = 1 << 16
 """Limit for the ranks of a layout, so that a typing error does not take all memory."""
@@ -28,7 +164,7 @@ USUAL: dict[str, tuple[str, str]] = {
     "235b": ("pp4 tp4 ep8 dp2", "4x tp8 ep8"),
     "1t": ("pp8 ep32", "8x tp16 ep16"),
 }
-"""Usual layouts of trainer and rollout ranks for each model of `weightlane.sync.plan.shapes.model_shapes.SHAPES`."""
+"""Usual layouts of trainer and rollout ranks for each model of `SHAPES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +215,8 @@ class TrainerLayout:
         for weight in weights:
             stages[stage_of[min(max(weight.layer, 0), shape.layers - 1)]].append(weight)
         for stage in stages:
-            cut = _Slices(stage, self.tp)
             for index in range(self.dp * self.tp):
-                yield cut.placement(index % self.tp, _experts(shape, self.ep, index % self.ep))
+                yield _of_rank(stage, self.tp, index % self.tp, _experts(shape, self.ep, index % self.ep))
 
     def _sharded(self, shape: ModelShape, weights: Sequence[Weight]) -> Iterator[Placement]:
         for _ in range(self.dp):
@@ -122,9 +257,8 @@ class RolloutLayout:
     def placements(self, shape: ModelShape, weights: Sequence[Weight]) -> dict[str, Placement]:
         """The slices that each rank needs, by name; replicas need the same. Raises `ConfigError` if the layout does not fit."""
         _check_experts("--rollout", shape, self.ep)
-        cut = _Slices(weights, self.tp)
         by_rank = [
-            cut.placement(rank, _experts(shape, self.ep, rank % self.ep), cut_experts=self.ep == 1)
+            _of_rank(weights, self.tp, rank, _experts(shape, self.ep, rank % self.ep), cut_experts=self.ep == 1)
             for rank in range(self.tp)
         ]
         return {
@@ -133,23 +267,16 @@ class RolloutLayout:
         }
 
 
-class _Slices:
-    """The tensors of one group of tensor-parallel ranks."""
-
-    def __init__(self, weights: Sequence[Weight], ranks: int) -> None:
-        self._shared = [weight for weight in weights if weight.expert is None]
-        self._experts = [weight for weight in weights if weight.expert is not None]
-        self._ranks = ranks
-
-    def placement(self, rank: int, experts: range, *, cut_experts: bool = False) -> Placement:
-        """The slices of one rank, with `experts` in full, or with its part of each of them if `cut_experts` is set."""
-        slices = [(weight.spec, cut(weight, self._ranks, rank)) for weight in self._shared]
-        mine = [weight for weight in self._experts if weight.expert in experts]
-        if cut_experts:
-            slices += [(weight.spec, cut(weight, self._ranks, rank)) for weight in mine]
-        else:
-            slices += [(weight.spec, _whole(weight.spec.shape)) for weight in mine]
-        return _placement(slices)
+def _of_rank(
+    weights: Sequence[Weight], ranks: int, rank: int, experts: range, *, cut_experts: bool = False
+) -> Placement:
+    """The slices of one of `ranks` tensor-parallel ranks, with `experts` in full, or with its part of each if `cut_experts`."""
+    slices = []
+    for weight in weights:
+        if weight.expert is None or weight.expert in experts:
+            whole = weight.expert is not None and not cut_experts
+            slices.append((weight.spec, _whole(weight.spec.shape) if whole else cut(weight, ranks, rank)))
+    return _placement(slices)
 
 
 def cut(weight: Weight, ranks: int, rank: int) -> Box:

@@ -1,1 +1,0 @@
-"""Shapes of known models and common parallel layouts, for plans without a run."""
