@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ..control.rendezvous import Mailbox
 from ..version.box import Box
 from ..version.bucket_checksums import checksum_of
 from ..version.manifest_message import Counts, Segment
-from ..version.tensor_spec import LocalShard, TensorSlice, TensorSpec, raw_bytes
+from ..version.tensor_spec import LocalShard, TensorSlice, parts_in, raw_bytes
 from .snapshot.quantised_blocks import Magnitudes
 
 _REMEMBERED = 2
@@ -156,25 +155,16 @@ _BUDGET_BYTES = 4 << 20
 """Bytes that are digested for one version, once a version has committed. This takes half a millisecond."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """A slice that several ranks hold."""
-
-    spec: TensorSpec
-    box: Box
-    parts: tuple[tuple[Box, torch.Tensor], ...]
-    """This rank's elements, and their boxes within the slice."""
-
-    @torch.no_grad()
-    def digest(self) -> str:
-        """The digest of the elements in the wire dtype."""
-        if len(self.parts) == 1:
-            wire = self.parts[0][1].to(self.spec.dtype).contiguous()
-        else:
-            wire = torch.empty(self.box.shape, dtype=self.spec.dtype, device=self.parts[0][1].device)
-            for box, part in self.parts:
-                wire[box.index] = part.to(self.spec.dtype)
-        return checksum_of(raw_bytes(wire))
+@torch.no_grad()
+def _digest(each: TensorSlice, parts: Sequence[LocalShard]) -> str:
+    """The digest of a slice in the wire dtype; `parts` are its elements on this rank."""
+    if len(parts) == 1:
+        wire = parts[0].data.to(each.spec.dtype).contiguous()
+    else:
+        wire = torch.empty(each.box.shape, dtype=each.spec.dtype, device=parts[0].data.device)
+        for part in parts:
+            wire[part.box.within(each.box).index] = part.data.to(each.spec.dtype)
+    return checksum_of(raw_bytes(wire))
 
 
 class ReplicatedShards:
@@ -187,25 +177,15 @@ class ReplicatedShards:
     """
 
     def __init__(self, replicated: Sequence[TensorSlice], shards: Sequence[LocalShard]) -> None:
-        by_name: dict[str, list[LocalShard]] = defaultdict(list)
-        for shard in shards:
-            by_name[shard.spec.name].append(shard)
         self._all = list(replicated)
-        self._mine: dict[int, _Slice] = {}
-        for number, each in enumerate(replicated):
-            parts = tuple(
-                (common.within(each.box), shard.data[common.within(shard.box).index])
-                for shard in by_name[each.spec.name]
-                if (common := each.box.intersect(shard.box)) is not None
-            )
-            if parts:
-                self._mine[number] = _Slice(each.spec, each.box, parts)
+        self._mine = [parts for _, parts in parts_in(replicated, shards)]
+        """This rank's parts of each slice."""
         self._turns = _in_turns(self._all)
 
     def digests(self, publication: int, *, everything: bool) -> dict[int, str]:
         """Digests by number of the slice: with `everything` of all slices that this rank holds, else of those due now."""
         numbers = range(len(self._all)) if everything else self._turns[publication % len(self._turns)]
-        return {number: self._mine[number].digest() for number in numbers if number in self._mine}
+        return {number: _digest(self._all[number], self._mine[number]) for number in numbers if self._mine[number]}
 
     def compare(self, values: Mapping[str, Mapping[int, str]], version: int) -> None:
         """Compare the digests of all ranks. Raises `ManifestError` naming the first slice with different values on two ranks."""

@@ -30,7 +30,7 @@ from ..plan.session_plan import Supply
 from ..version.manifest import CODEC_DENSE
 from ..version.packing import SnapshotSlice, snapshot_slices
 from ..version.placement import Placement
-from ..version.tensor_spec import LocalShard, Shard, TensorSlice
+from ..version.tensor_spec import LocalShard, Shard, TensorSlice, parts_in
 from .rank_agreement import ReplicatedShards
 from .snapshot.places import compact_places, share_places, stream_places
 from .snapshot.quantised_snapshot import quantised_slices, quantised_snapshot
@@ -291,20 +291,13 @@ def _names(shares: Iterable[Placement]) -> Iterator[str]:
 
 def _cut(shards: Sequence[LocalShard], share: Placement) -> list[LocalShard]:
     """The parts of `shards` that are in `share`. Raises `ManifestError` if elements are missing."""
-    by_name: dict[str, list[LocalShard]] = {}
-    for shard in shards:
-        by_name.setdefault(shard.spec.name, []).append(shard)
-    cut = []
-    for spec, box in share.slices:
-        left = box.numel
-        for shard in by_name.get(spec.name, ()):
-            if (common := box.intersect(shard.box)) is not None:
-                left -= common.numel
-                cut.append(LocalShard(spec, common.starts, shard.data[common.within(shard.box).index]))
-        if left:
+    cut: list[LocalShard] = []
+    for each, parts in parts_in([TensorSlice(spec, box) for spec, box in share.slices], shards):
+        if left := each.numel - sum(part.numel for part in parts):
             raise ManifestError(
-                f"{spec.name} is not held as its placement says: {left} elements of {box} are missing.",
+                f"{each.spec.name} is not held as its placement says: {left} elements of {each.box} are missing.",
                 part="publisher",
                 hint="Give every rank the placements of all ranks' shards, in rank order.",
             )
+        cut += parts
     return cut

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -294,6 +294,21 @@ class LocalShard:
     def nbytes(self) -> int:
         """Size on the wire in bytes."""
         return self.numel * self.spec.dtype.itemsize
+
+
+def parts_in(
+    slices: Iterable[TensorSlice], shards: Sequence[LocalShard]
+) -> Iterator[tuple[TensorSlice, list[LocalShard]]]:
+    """Each of `slices`, with the parts of a rank's `shards` that are in it."""
+    by_name: dict[str, list[LocalShard]] = defaultdict(list)
+    for shard in shards:
+        by_name[shard.spec.name].append(shard)
+    for each in slices:
+        parts = []
+        for shard in by_name[each.spec.name]:
+            if (common := each.box.intersect(shard.box)) is not None:
+                parts.append(LocalShard(each.spec, common.starts, shard.data[common.within(shard.box).index]))
+        yield each, parts
 
 
 Shard = LocalShard | TensorSlice
