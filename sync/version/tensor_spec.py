@@ -304,10 +304,11 @@ def parts_in(
     for shard in shards:
         by_name[shard.spec.name].append(shard)
     for each in slices:
-        parts = []
-        for shard in by_name[each.spec.name]:
-            if (common := each.box.intersect(shard.box)) is not None:
-                parts.append(LocalShard(each.spec, common.starts, shard.data[common.within(shard.box).index]))
+        parts = [
+            LocalShard(each.spec, common.starts, shard.data[common.within(shard.box).index])
+            for shard in by_name[each.spec.name]
+            if (common := each.box.intersect(shard.box)) is not None
+        ]
         yield each, parts
 
 
