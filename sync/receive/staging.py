@@ -321,7 +321,7 @@ class Staging:
 
     def _copy_of(self, viewed: ViewedVersion, memory: torch.Tensor | None) -> StagingSlot | None:
         try:
-            data = self._new_copy_slot(viewed.nbytes).data if memory is None else memory
+            data = self._new_slot(viewed.nbytes).data if memory is None else memory
         except (RuntimeError, MemoryError) as error:
             _log.warning("%s: no memory to keep version %d for a rollback: %s", self._part, viewed.version, error)
             return None
@@ -350,11 +350,6 @@ class Staging:
 
     def _new_slot(self, nbytes: int) -> StagingSlot:
         return StagingSlot(new_receive_memory(nbytes, self._device, self._live))
-
-    def _new_copy_slot(self, nbytes: int) -> StagingSlot:
-        if self._live.has_streams:
-            return self._new_slot(nbytes)
-        return StagingSlot(torch.empty(nbytes, dtype=torch.uint8, device=self._device))  # the copy touches every page
 
 
 def lacks_base(manifest: Manifest, part: str, have: str) -> DeltaBaseError:

@@ -185,7 +185,8 @@ class ReceivingSide:
         prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
             part = delta.where(segment)
-            within, flips = (part.to(self._runtime.device) for part in patch.positions_and_flips())
+            moved = patch.to(self._runtime.device)
+            within, flips = moved.positions.long(), moved.flips
             target = self._live[part.spec.name].view(-1).view(flips.dtype)
             positions = positions_in(part.spec.shape, part.box, within)
             old = target.index_select(0, positions)

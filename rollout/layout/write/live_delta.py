@@ -70,7 +70,7 @@ class LiveDelta:
             spec = part.spec
             if spec.name in left_out:
                 continue
-            positions, flips = patch.positions_and_flips()
+            positions, flips = patch.positions.long(), patch.flips
             for found in plan.locate(spec.name, positions_in(spec.shape, part.box, positions)):
                 storage, offsets = as_integers(found.storage), found.offsets
                 old = storage.index_select(0, offsets)

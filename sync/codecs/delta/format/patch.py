@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from .integer_views import INTEGERS, PART, Bytes, integer_view, tensor_of, words_of
+from .integer_views import PART, Bytes, Positions, Words, integer_view, tensor_of, unsigned, words_of
 from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, aligned, decode_flips, decode_places
 
 _HOST_CHUNK = 1 << 15
 """Elements flipped at once on a CPU, so few that their copies and their positions widened to 64 bits stay in the cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFlips:
-    """The changes of one block of the segment."""
-
-    base: int
-    """The block's first element, from which positions count."""
-    positions: torch.Tensor
-    """int32, strictly ascending."""
-    flips: torch.Tensor
-    """Integers of the element size, one for each position: the bits in which the two versions differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +26,24 @@ class Patch:
     """Elements of the segment."""
     itemsize: int
     """Bytes of an element."""
-    blocks: tuple[BlockFlips, ...]
-    """In their order."""
+    positions: torch.Tensor
+    """Positions of changed elements in the segment, strictly ascending; int32 where that suffices, else int64."""
+    flips: torch.Tensor
+    """Integers of the element size, one for each position: the bits in which the two versions differ."""
 
     @property
     def carried(self) -> int:
         """Number of changed elements."""
-        return sum(block.flips.numel() for block in self.blocks)
+        return self.flips.numel()
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes: the flips, and 4 bytes for the position of each."""
-        return self.carried * (self.itemsize + 4)
+        """Memory in bytes."""
+        return self.positions.nbytes + self.flips.nbytes
 
     def to(self, device: torch.device | str) -> Patch:
         """The patch on another device."""
-        blocks = [BlockFlips(each.base, each.positions.to(device), each.flips.to(device)) for each in self.blocks]
-        return Patch(self.elements, self.itemsize, tuple(blocks))
-
-    def positions_and_flips(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All changes as positions (int64, ascending, in the segment) and flips (integers of the element size)."""
-        if not self.blocks:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=INTEGERS[self.itemsize])
-        positions = torch.cat([block.positions.long().add_(block.base) for block in self.blocks])
-        return positions, torch.cat([block.flips for block in self.blocks])
+        return replace(self, positions=self.positions.to(device), flips=self.flips.to(device))
 
     def flip_(self, target: torch.Tensor) -> None:
         """Flip the bits of `target` in which the two versions differ. This turns one version into the other, in both directions.
@@ -80,13 +63,11 @@ class Patch:
             )
         flat = integer_view(target)
         chunk = _HOST_CHUNK if flat.is_cpu else BLOCK
-        scratch = torch.empty(chunk, dtype=torch.int64, device=flat.device)
-        for block in self.blocks:
-            part = flat[block.base :]
-            for start in range(0, block.positions.numel(), chunk):
-                positions, flips = (each[start : start + chunk] for each in (block.positions, block.flips))
-                at = scratch[: positions.numel()].copy_(positions)
-                part.scatter_(0, at, part.index_select(0, at).bitwise_xor_(flips))
+        scratch = torch.empty(min(chunk, self.carried), dtype=torch.int64, device=flat.device)
+        for start in range(0, self.carried, chunk):
+            positions, flips = (each[start : start + chunk] for each in (self.positions, self.flips))
+            at = scratch[: positions.numel()].copy_(positions)
+            flat.scatter_(0, at, flat.index_select(0, at).bitwise_xor_(flips))
 
 
 _HINT = "The sender and this side disagree, or the bytes were damaged; a full version helps."
@@ -133,17 +114,20 @@ def decode(data: torch.Tensor | memoryview | bytes, *, elements: int, itemsize: 
     raw = words_of(data).view(np.uint8) if isinstance(data, torch.Tensor) else np.frombuffer(data, np.uint8)
     changed = _checked_header(raw, elements, itemsize)
     reader = _Reader(raw[HEADER.size :])
-    blocks = [
-        block
-        for start in range(0, elements, BLOCK)
-        if (block := _block(reader, start, min(BLOCK, elements - start), itemsize)) is not None
-    ]
+    narrow: npt.DTypeLike = np.int32 if elements <= np.iinfo(np.int32).max else np.int64
+    positions: list[Words] = [np.empty(0, narrow)]
+    flips: list[Words] = [np.empty(0, unsigned(itemsize))]
+    for start in range(0, elements, BLOCK):
+        block = _block(reader, min(BLOCK, elements - start), itemsize)
+        if block is not None:
+            positions.append((block[0] + start).astype(narrow))
+            flips.append(block[1])
     if reader.left:
         raise _damaged(f"{reader.left} bytes are left over")
-    patch = Patch(elements, itemsize, tuple(blocks))
-    if patch.carried != changed:
-        raise _damaged(f"it changes {patch.carried} elements, its header says {changed}")
-    return patch
+    at, flipped = np.concatenate(positions), np.concatenate(flips)
+    if at.size != changed:
+        raise _damaged(f"it changes {at.size} elements, its header says {changed}")
+    return Patch(elements, itemsize, torch.from_numpy(at), tensor_of(flipped))
 
 
 def _checked_header(raw: Bytes, elements: int, itemsize: int) -> int:
@@ -166,8 +150,8 @@ def _checked_header(raw: Bytes, elements: int, itemsize: int) -> int:
     return int(changed)
 
 
-def _block(reader: _Reader, start: int, elements: int, itemsize: int) -> BlockFlips | None:
-    """The changes of the block that begins at element `start`; None if there are none."""
+def _block(reader: _Reader, elements: int, itemsize: int) -> tuple[Positions, Words] | None:
+    """The positions of the changes of the next block, which has so many elements, and the flips; None if there are none."""
     changed, place_bytes, code_bytes, gap_bytes, flip_bytes, zero = reader.header(BLOCK_HEADER)
     if changed > elements or zero:
         raise _damaged(f"a block of {elements} elements with {changed} changed ones")
@@ -177,11 +161,9 @@ def _block(reader: _Reader, start: int, elements: int, itemsize: int) -> BlockFl
             raise _damaged("a block has bytes and no changes")
         return None
     try:
-        positions = decode_places(places, gap_bytes, changed, elements)
-        flipped = decode_flips(code, flip_bytes, changed, itemsize)
+        return decode_places(places, gap_bytes, changed, elements), decode_flips(code, flip_bytes, changed, itemsize)
     except ProtocolError as error:
         raise _damaged(error.message.rstrip(".")) from None
-    return BlockFlips(start, torch.from_numpy(positions.astype(np.int32)), tensor_of(flipped))
 
 
 def _damaged(what: str) -> ProtocolError:

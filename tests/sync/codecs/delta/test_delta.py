@@ -47,7 +47,7 @@ def check_round_trip(old: torch.Tensor, new: torch.Tensor) -> tuple[Encoded, Pat
     assert torch.equal(bits(received), bits(new))
     patch.flip_(received)
     assert torch.equal(bits(received), bits(old))
-    positions, flips = patch.positions_and_flips()
+    positions, flips = patch.positions.long(), patch.flips
     assert (positions[1:] > positions[:-1]).all()
     assert torch.equal(bits(flips), (bits(old) ^ bits(new)).view(-1, new.itemsize)[positions].reshape(-1))
     assert torch.equal(differ, positions)
@@ -215,7 +215,7 @@ def test_no_damage_is_ever_taken_for_anything_but_a_delta_of_the_segment() -> No
         except ProtocolError:
             refused += 1
             continue
-        positions, _ = patch.positions_and_flips()
+        positions = patch.positions.long()
         assert (positions[1:] > positions[:-1]).all()
         assert positions[0] >= 0
         assert positions[-1] < ELEMENTS
