@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +29,22 @@ class Slicing:
 class LazyTensors(Mapping[str, torch.Tensor]):
     """Tensors by name that are allocated on access."""
 
-    @abstractmethod
+    _listed: Mapping[str, TensorSpec]
+    """Shape and dtype of every tensor, by name."""
+
     def without_data(self, name: str) -> torch.Tensor:
         """The tensor `name` on the meta device."""
+        spec = self._listed[name]
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._listed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._listed)
+
+    def __len__(self) -> int:
+        return len(self._listed)
 
 
 def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -59,29 +71,20 @@ class SlicedTensors(LazyTensors):
         """The values of every slice, by its name in the stream."""
         self.regions = dict(zip(staged, slicing.regions, strict=True))
         """Every slice, by its name in the stream."""
-        self._specs = {spec.name: spec for spec in slicing.specs}
+        self._listed = {spec.name: spec for spec in slicing.specs}
         self._parts: dict[str, list[tuple[Box, str]]] = defaultdict(list)
         for name, region in self.regions.items():
             self._parts[region.spec.name].append((region.box, name))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The full tensor. Raises `CommitError` if some of its elements have not arrived."""
-        if not self.has(name, [Box.whole(self._specs[name].shape)]):
+        if not self.has(name, [Box.whole(self._listed[name].shape)]):
             raise CommitError(
                 f"{name} was to be loaded whole, and only the slices that this rank needs have arrived.",
                 part="sliced version",
                 hint="The next version brings all of it.",
             )
         return self.partly(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._specs
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
 
     def has(self, name: str, boxes: Iterable[Box]) -> bool:
         """Whether every element in `boxes` of the tensor `name` has arrived."""
@@ -94,7 +97,7 @@ class SlicedTensors(LazyTensors):
     @torch.no_grad()
     def partly(self, name: str) -> torch.Tensor:
         """The tensor `name` with the elements that arrived; the values of the others are undefined."""
-        spec = self._specs[name]
+        spec = self._listed[name]
         parts = [(box, self.staged[part]) for box, part in self._parts.get(name, ())]
         if len(parts) == 1 and parts[0][0] == Box.whole(spec.shape):
             return parts[0][1]
@@ -104,32 +107,14 @@ class SlicedTensors(LazyTensors):
             whole[box.index].copy_(values)
         return whole
 
-    def without_data(self, name: str) -> torch.Tensor:
-        """See `LazyTensors`."""
-        spec = self._specs[name]
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-
 
 class SelectedTensors(LazyTensors):
     """Selected slices and tensors of a version: slices by their names in the stream, tensors (see `partly`) by their own."""
 
     def __init__(self, tensors: SlicedTensors, names: Iterable[str]) -> None:
-        self._tensors = tensors
-        self._slices = without_data(tensors.staged)
-        self._names = dict.fromkeys(names)
+        self._tensors, regions = tensors, tensors.regions
+        self._listed = {name: regions[name].as_tensor if name in regions else tensors._listed[name] for name in names}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors.staged[name] if name in self._slices else self._tensors.partly(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def without_data(self, name: str) -> torch.Tensor:
-        """See `LazyTensors`."""
-        return self._slices[name] if name in self._slices else self._tensors.without_data(name)
+        tensors = self._tensors
+        return tensors.staged[name] if name in tensors.regions else tensors.partly(name)

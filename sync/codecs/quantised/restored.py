@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -32,6 +32,8 @@ class RestorePlan:
         """The tensors of the version once it is restored."""
         self.regions: dict[str, TensorSlice] = {}
         """Slices of restored tensors, by their names in the stream."""
+        self.restored: dict[str, TensorSpec] = {}
+        """Shape and dtype of each of them."""
         self.scales: dict[str, list[tuple[Box, str]]] = defaultdict(list)
         """Slices of each tensor of scales, with their names in the stream."""
         self._manifest = manifest
@@ -62,6 +64,7 @@ class RestorePlan:
                 self.scales[tensor].append((box, name))
             else:
                 self.regions[name] = TensorSlice(restored[tensor], box)
+                self.restored[name] = TensorSpec(name, box.shape, restored[tensor].dtype)
         if manifest.slicing is not None and not manifest.whole_order:
             self._slicing = Slicing(manifest.plan, self.specs, tuple(self.regions.values()))
 
@@ -84,6 +87,7 @@ class RestoredTensors(LazyTensors):
     def __init__(self, plan: RestorePlan, staged: Mapping[str, torch.Tensor]) -> None:
         self._plan = plan
         self._staged = staged
+        self._listed = plan.restored
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -103,20 +107,6 @@ class RestoredTensors(LazyTensors):
             if (common := box.intersect(blocks)) is not None:
                 scales[common.within(blocks).index] = self._staged[name][common.within(box).index]
         return scales
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._plan.regions
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plan.regions)
-
-    def __len__(self) -> int:
-        return len(self._plan.regions)
-
-    def without_data(self, name: str) -> torch.Tensor:
-        """See `LazyTensors`."""
-        region = self._plan.regions[name]
-        return torch.empty(region.box.shape, dtype=region.spec.dtype, device="meta")
 
 
 def are_restored(tensors: Mapping[str, torch.Tensor]) -> bool:
