@@ -351,13 +351,12 @@ class Publication:
             self.slot.memory.data,
             lambda until: progress.wait(until, deadline),
             lambda: progress.done_bytes >= nbytes,
+            self._rank.delta_memory.grow,
         )
         if isinstance(delta, TooDense):
             self.send_in_full(delta)
             return
-        self._rank.delta_memory.grow(delta.nbytes)
-        delta.write_into(self._rank.delta_memory.data[: delta.nbytes])
-        self._delta, self._encoded_for = replace(delta, parts=()), session.layout.plan
+        self._delta, self._encoded_for = delta, session.layout.plan
 
     def _plain_delta(self) -> list[object] | None:
         """The version that this rank's segments apply to, and the segments, as JSON; None if it has no delta."""

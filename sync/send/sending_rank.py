@@ -92,14 +92,15 @@ class SendMemory:
         old, self.data = self.data, new
         self._free(old)
 
-    def grow(self, nbytes: int, *, exactly: bool = False) -> None:
-        """Grow to at least `nbytes`, and a quarter more for slowly growing needs unless `exactly` is set.
+    def grow(self, nbytes: int, *, exactly: bool = False) -> torch.Tensor:
+        """Grow to at least `nbytes`, and a quarter more for slowly growing needs unless `exactly` is set. Returns `data`.
 
         If the memory has to grow, its content is lost. Raises `StorageError` if there is too little memory.
         """
         if self._nbytes < nbytes:
             self._nbytes = nbytes if exactly else nbytes + nbytes // 4
             self.renew()
+        return self.data
 
     def close(self) -> None:
         """Free the memory; `data` is empty then. Idempotent."""
@@ -231,9 +232,7 @@ class SendingRank:
         """Memory for packed buckets, 1-D uint8, each at least `nbytes` long, allocated when needed. Raises `StorageError`."""
         while len(self._packing) < PACKING_BUFFERS:
             self._packing.append(SendMemory(self.engine, 0, self.device))
-        for memory in self._packing:
-            memory.grow(nbytes, exactly=True)
-        return [memory.data for memory in self._packing]
+        return [memory.grow(nbytes, exactly=True) for memory in self._packing]
 
     @property
     def numel(self) -> int:

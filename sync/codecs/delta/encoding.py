@@ -45,25 +45,9 @@ class RankDelta:
     """One rank's part of a delta."""
 
     segments: tuple[DeltaSegment, ...]
-    parts: tuple[Encoded, ...]
-    """The segments' bytes, in their order, until they are written."""
     changed: int
     """Elements whose bits differ."""
     elements: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(segment.nbytes for segment in self.segments)
-
-    def write_into(self, memory: torch.Tensor) -> None:
-        """Write the segments back to back into `memory`, 1-D uint8, `nbytes` long."""
-        host = memory if memory.is_cpu else torch.empty(memory.numel(), dtype=torch.uint8)
-        at = 0
-        for part in self.parts:
-            at += part.write_into(host[at:])
-        if host is not memory:
-            memory.copy_(host)
 
 
 class DeltaEncoder:
@@ -88,7 +72,8 @@ class DeltaEncoder:
         base: torch.Tensor,
         snapshot: torch.Tensor,
         ready: Callable[[int], None],
-        taken: Callable[[], bool] = lambda: True,
+        taken: Callable[[], bool],
+        room_for: Callable[[int], torch.Tensor],
     ) -> RankDelta | TooDense:
         """Encode the changes from `base` to `snapshot`, both 1-D uint8, which may still be being taken.
 
@@ -98,6 +83,7 @@ class DeltaEncoder:
             snapshot: The snapshot of the new version.
             ready: ``ready(n)`` returns once the snapshot's first `n` bytes are there.
             taken: Whether the snapshot is complete. Until then one core is left for it, because the optimizer waits for it.
+            room_for: ``room_for(n)`` returns memory of at least `n` bytes, 1-D uint8, for all segments back to back.
         """
         cut = [part for each in slices for part in each.cut(_SEGMENT_NUMEL)]
         segments: list[DeltaSegment] = []
@@ -113,7 +99,14 @@ class DeltaEncoder:
                     return TooDense(self.capacity_bytes, self.capacity_bytes - room, compared / self._elements)
                 segments.append(DeltaSegment(each.tensor, each.box, part.nbytes))
                 parts.append(part)
-        return RankDelta(tuple(segments), tuple(parts), sum(part.changed for part in parts), self._elements)
+        nbytes, at = sum(part.nbytes for part in parts), 0
+        memory = room_for(nbytes)[:nbytes]
+        host = memory if memory.is_cpu else torch.empty(nbytes, dtype=torch.uint8)
+        for part in parts:
+            at += part.write_into(host[at:])
+        if host is not memory:
+            memory.copy_(host)
+        return RankDelta(tuple(segments), sum(part.changed for part in parts), self._elements)
 
     def _encoded(
         self,

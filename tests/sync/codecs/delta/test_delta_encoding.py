@@ -26,13 +26,12 @@ def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version() 
     new = base.clone()
     new[::100] ^= 1
     asked: list[int] = []
+    wire = torch.empty(0, dtype=torch.uint8)
     with closing(DeltaEncoder(SHARDS, PLACES)) as encoder:
-        delta = encoder.encode(PARTS, base, new, asked.append)
+        delta = encoder.encode(PARTS, base, new, asked.append, lambda: True, wire.resize_)
     assert isinstance(delta, RankDelta)
     assert asked == sorted(asked), "later parts of the snapshot are waited for before earlier ones are encoded"
     assert [segment.tensor for segment in delta.segments] == [0, 0, 1, 2], "a large tensor goes in pieces"
-    wire = torch.empty(delta.nbytes, dtype=torch.uint8)
-    delta.write_into(wire)
     manifest = delta_manifest(LAYOUT, 2, (1, "t/1"), "t/2", [delta.segments])
     StagedDelta.of(IncomingDelta(manifest, iter(wire.split(100_000)).__next__)).swap(LAYOUT.views(base))
     assert all(torch.equal(tensor, LAYOUT.views(new)[name]) for name, tensor in LAYOUT.views(base).items())
