@@ -13,7 +13,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -69,6 +70,7 @@ def _close_all() -> None:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+U = TypeVar("U")
 _Call = tuple[Future[Any], Callable[[], Any]]
 
 
@@ -110,6 +112,28 @@ class DaemonThreads(Executor):
                 self._cancel()
             for _ in range(self._started):
                 self._calls.put(None)
+
+    def in_order(
+        self, work: Callable[[U], T], items: Iterable[U], most: Callable[[], int]
+    ) -> Generator[tuple[U, T], None, None]:
+        """Do `work` on every item, on up to `most()` of them ahead of the consumer. Yields items and results in order.
+
+        Once the generator has ended, or was closed, no thread is working on an item any more.
+        """
+        begun: deque[tuple[U, Future[T]]] = deque()
+        try:
+            for item in items:
+                while begun and (len(begun) >= most() or begun[0][1].done()):
+                    first, done = begun.popleft()
+                    yield first, done.result()
+                begun.append((item, self.submit(work, item)))
+            while begun:
+                first, done = begun.popleft()
+                yield first, done.result()
+        finally:
+            for _, each in begun:
+                each.cancel()
+            wait([each for _, each in begun])
 
     def _cancel(self) -> None:
         while True:

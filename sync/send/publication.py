@@ -255,7 +255,8 @@ class Publication:
         self._complete(session, deadline)
         assert self.slot is not None, "its snapshot has begun"
         segments: Sequence[Sequence[DeltaSegment]] = ()
-        memory, progress = self.slot.memory.data, self.progress
+        memory = self.slot.memory.data
+        progress: Progress | None = self.progress
         manifest = session.layout.as_version(self.version, self.identity)
         if go.codec == CODEC_DELTA:
             manifest, segments = self._manifest_in(session, deadline)

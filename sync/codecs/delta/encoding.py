@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,8 +28,6 @@ _SEGMENT_NUMEL = 1 << 23
 """Limit for the elements of a segment, so that several threads encode a large tensor, and receivers decode it as it arrives."""
 _MOST_THREADS = 4
 """Limit for encoding threads. A few saturate the memory, which limits comparing, and the trainer has work of its own."""
-_POLL_S = 0.002
-"""Seconds between two checks whether the snapshot is complete, short compared to the encoding of a segment."""
 _AHEAD = 2
 """Segments per thread that are encoded ahead of the consumer, so that no thread idles."""
 _BUCKETS = 16
@@ -129,31 +125,17 @@ class DeltaEncoder:
             return
         if self._threads is None:
             self._threads = DaemonThreads(self._workers, "weightlane-encode")
-        begun: deque[tuple[SnapshotSlice, Future[Encoded | TooDense]]] = deque()
-        try:
+
+        def once_ready() -> Iterator[SnapshotSlice]:
             for each in slices:
                 ready(each.end)
-                self._leave_a_core([part for _, part in begun], taken)
-                begun.append((each, self._threads.submit(one, each)))
-                while begun and (len(begun) > _AHEAD * self._workers or begun[0][1].done()):
-                    first, part = begun.popleft()
-                    yield first, part.result()
-            while begun:
-                first, part = begun.popleft()
-                yield first, part.result()
-        finally:
-            # No thread may read the snapshots any more when this returns: the next one is taken in that memory.
-            for _, part in begun:
-                part.cancel()
-            wait([part for _, part in begun])
+                yield each
 
-    def _leave_a_core(self, begun: Sequence[Future[Encoded | TooDense]], taken: Callable[[], bool]) -> None:
-        """Wait until another slice may be encoded: on all threads but one while the snapshot is being taken."""
-        while not taken():
-            running = [part for part in begun if not part.done()]
-            if len(running) < max(1, self._workers - 1):
-                return
-            wait(running, _POLL_S, FIRST_COMPLETED)
+        def most() -> int:
+            return _AHEAD * self._workers if taken() else max(1, self._workers - 1)
+
+        # No thread may read the snapshots any more when this ends: the next one is taken in that memory.
+        yield from self._threads.in_order(one, once_ready(), most)
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""

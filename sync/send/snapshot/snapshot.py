@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -266,28 +264,15 @@ class Snapshot:
             return
         if self._threads is None:
             self._threads = DaemonThreads(self._workers, "weightlane-copy")
-        running: deque[tuple[Milestone, Future[None]]] = deque()
 
         def run(batch: Sequence[Milestone]) -> None:
             for milestone in batch:
                 milestone.step(memory, pending_blocks)
 
-        try:
-            for batch in _batches(self._milestones):
-                running.append((batch[-1], self._threads.submit(run, batch)))
-                if len(running) > self._workers:
-                    first, ran = running.popleft()
-                    ran.result()
-                    yield first
-            while running:
-                first, ran = running.popleft()
-                ran.result()
-                yield first
-        finally:
-            # When this returns, no thread may read the shards or write to the memory any more.
-            for _, ran in running:
-                ran.cancel()
-            wait([ran for _, ran in running])
+        # When this ends, no thread may read the shards or write to the memory any more.
+        with closing(self._threads.in_order(run, _batches(self._milestones), lambda: self._workers + 1)) as ran:
+            for batch, _ in ran:
+                yield batch[-1]
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""
