@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from weightlane.ckpt_engines import ManifestError
 
 from ..version.box import Box, Labels, merge, overlay
+from ..version.expectation import some
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSlice, TensorSpec, dtype_name
 
@@ -119,8 +120,6 @@ def _cut(each: TensorSlice, nbytes: float) -> tuple[TensorSlice, TensorSlice] | 
 
 
 PART = "transfer plan"
-_SHOWN = 4
-"""Limit for the names that an error lists."""
 
 
 @dataclass(slots=True)
@@ -287,9 +286,3 @@ def where(box: Box) -> str:
     """Text of a box as an index: ``[0:4, 8:16]``."""
     ranges = (f"{first}:{last}" for first, last in zip(box.starts, box.stops, strict=True))
     return f"[{', '.join(ranges)}]" if box.starts else "the one element"
-
-
-def some(names: Sequence[str]) -> str:
-    """Text with the first `_SHOWN` names and the number of the others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -11,9 +11,10 @@ from typing import Literal
 from weightlane.ckpt_engines import ManifestError
 
 from ..version.box import Box, Labels, merge, overlay
+from ..version.expectation import some
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSlice, TensorSpec, dtype_name
-from .send_assignment import PART, HeldTensor, combined, some, where
+from .send_assignment import PART, HeldTensor, combined, where
 
 
 @dataclass(frozen=True)

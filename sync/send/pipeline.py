@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, ProtocolError, SenderLink
-from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of
+from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of, start_call
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
@@ -363,10 +363,7 @@ class SendPipeline:
             finally:
                 self._turn.release()
 
-        thread = DaemonThreads(1, "weightlane-commit")
-        committing = thread.submit(commit)
-        thread.shutdown()
-        result_of(committing, deadline, what, _PART)
+        result_of(start_call(commit), deadline, what, _PART)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Wait until no receiver reads lasting buckets of `version` any more. Raises the engine's error."""

@@ -80,7 +80,7 @@ def check_coverage(
     own = expectation.own_names(sent.keys())
     here = {*sent, *own.values()}
     missing = [name for name in expectation.tensors if name not in here and name not in expectation.tied]
-    names = [f"missing {_some(missing)}"] if missing else []
+    names = [f"missing {some(missing)}"] if missing else []
     names += [
         f"{alias} was sent as a tensor of its own, and is {name} here"
         for alias, name in expectation.tied.items()
@@ -90,7 +90,7 @@ def check_coverage(
     if unexpected := [name for name in sent if name not in known and not is_computed(name)]:
         fused = [name for name in unexpected if any(word in name for word in _FUSED)]
         note = " (these look fused; send Hugging Face's unfused tensors)" if fused else ""
-        names.append(f"unexpected {_some(unexpected)}{note}")
+        names.append(f"unexpected {some(unexpected)}{note}")
     shapes, dtypes = [], []
     for name, spec in sent.items():
         named = own.get(name, name)
@@ -126,6 +126,7 @@ def _other_dtype(spec: TensorSpec, expected: ExpectedTensor) -> list[str]:
     ]
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Text with the first `_SHOWN` names and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
