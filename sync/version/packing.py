@@ -21,7 +21,7 @@ from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
 from .box import Box, boxes_of_run, cut, row_major_strides
 from .manifest import Manifest
-from .tensor_spec import Shard, TensorSlice, raw_bytes
+from .tensor_spec import INTEGERS, Shard, TensorSlice, raw_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SnapshotSlice:
         return all(size == 1 or here == there for size, here, there in sides)
 
     def view(self, snapshot: torch.Tensor) -> torch.Tensor:
-        """The elements, as a view of `snapshot` (1-D uint8) with the slice's shape."""
+        """The elements' bits, as a view of `snapshot` (1-D uint8) with the slice's shape."""
         return _strided(snapshot, self.dtype, self.first, self.box.shape, self.strides)
 
     def part(self, box: Box) -> SnapshotSlice:
@@ -123,8 +123,8 @@ def _dot(index: Iterable[int], strides: tuple[int, ...]) -> int:
 def _strided(
     memory: torch.Tensor, dtype: torch.dtype, first: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """A view of `memory` (1-D uint8) as elements of `dtype`; `first` and `strides` are in elements."""
-    flat = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    """A view of `memory` (1-D uint8) as integers of the size of `dtype`; `first` and `strides` are in elements."""
+    flat = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(INTEGERS[dtype.itemsize])
     return flat.as_strided(shape, strides, flat.storage_offset() + first)
 
 

@@ -84,6 +84,10 @@ def is_computed(name: str) -> bool:
     return name.endswith(_COMPUTED)
 
 
+INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""torch's integer dtypes by size in bytes. They are signed because torch compares and moves those on every device."""
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8, 1-D.
 

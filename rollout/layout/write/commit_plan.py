@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import CommitError
-from weightlane.sync.codecs.delta.format.integer_views import INTEGERS
 from weightlane.sync.version.sliced_tensors import LazyTensors, without_data
-from weightlane.sync.version.tensor_spec import raw_bytes
+from weightlane.sync.version.tensor_spec import INTEGERS, raw_bytes
 
 from ..map.geometry import blocks_between
 from ..map.layout_map import LayoutCopy, LayoutMap, SourceSpec

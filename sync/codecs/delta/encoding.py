@@ -16,9 +16,8 @@ from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest
 from ...version.manifest_message import DeltaSegment
 from ...version.packing import CopyTable, SnapshotSlice
-from ...version.tensor_spec import Shard
+from ...version.tensor_spec import INTEGERS, Shard
 from .format import Encoded, TooDense, encode
-from .format.integer_views import INTEGERS
 
 _WINDOWS, _WINDOW_NUMEL = 256, 512
 """Size of a density sample: this many windows of at most this many elements."""

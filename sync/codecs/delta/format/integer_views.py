@@ -11,6 +11,8 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
+from ....version.tensor_spec import INTEGERS
+
 PART = "delta codec"
 
 Words = npt.NDArray[Any]
@@ -19,8 +21,6 @@ Bytes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
 
 _UNSIGNED: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-INTEGERS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""torch's integer dtypes by size in bytes. They are signed because torch compares and moves those on every device."""
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the delta codec's wire format is little-endian, and so must be the machine.")
