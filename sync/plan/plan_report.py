@@ -14,7 +14,7 @@ from ..config import SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
 from .links import Route, collective_links, plan_routes
-from .send_assignment import assign_slices
+from .send_assignment import HolderMap
 from .session_plan import Supply
 from .transfer_plan import TransferPlan, plan_transfer, replica_of
 
@@ -61,7 +61,7 @@ def plan_report(
         ManifestError: The ranks together do not hold every element, or disagree about a tensor.
         ConfigError: Nothing can be quantised.
     """
-    shares = assign_slices(held)
+    shares = HolderMap.of(held).assign()
     if sync.quantised:
         shares = quantised_shares(shares)
     notes = []

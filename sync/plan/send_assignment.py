@@ -193,7 +193,17 @@ class HolderMap:
         )
 
     def assign(self) -> dict[str, Placement]:
-        """The share of each rank: the slices that it sends, in the order of `specs`. See `assign_slices`."""
+        """Assign every element to one rank, which sends it to all its receivers. Returns the share of each rank, by name.
+
+        Elements that several ranks hold are assigned so that the ranks send about as many bytes each; large slices may be cut
+        into rows for that. The same placements in the same order give the same result in every process.
+
+        >>> import torch
+        >>> whole = Placement.whole([TensorSpec("norm", (4,), torch.float32)])
+        >>> shares = HolderMap.of({"trainer-0": whole, "trainer-1": whole}).assign()
+        >>> [boxes for placement in shares.values() for boxes in placement.boxes]
+        [(Box(starts=(0,), shape=(2,)),), (Box(starts=(2,), shape=(2,)),)]
+        """
         sent: list[dict[str, list[Box]]] = [{} for _ in self.ranks]
         load = [0] * len(self.ranks)
         shared: dict[Labels, list[TensorSlice]] = {}
@@ -216,30 +226,6 @@ class HolderMap:
             return Placement.of_boxes((self.specs[number[name]], merge(boxes[name])) for name in order)
 
         return {rank: placement(boxes) for rank, boxes in zip(self.ranks, sent, strict=True)}
-
-
-def assign_slices(held: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Assign every element of every tensor to one trainer rank, which sends it to all its receivers.
-
-    Elements that several ranks hold are assigned so that the ranks send about as many bytes each; large slices may be cut into
-    rows for that. The same `held` in the same order gives the same result in every process.
-
-    Args:
-        held: The placement of each rank. The order of the mapping is the rank order.
-
-    Returns:
-        The share of each rank, by name.
-
-    Raises:
-        ManifestError: Ranks disagree about a tensor's shape or dtype, or no rank holds some of its elements.
-
-    >>> import torch
-    >>> spec = TensorSpec("norm", (4,), torch.float32)
-    >>> shares = assign_slices({"trainer-0": Placement.whole([spec]), "trainer-1": Placement.whole([spec])})
-    >>> [boxes for placement in shares.values() for boxes in placement.boxes]
-    [(Box(starts=(0,), shape=(2,)),), (Box(starts=(2,), shape=(2,)),)]
-    """
-    return HolderMap.of(held).assign()
 
 
 def _cells(tensor: HeldTensor, ranks: Sequence[str], known: dict[object, _Cells]) -> _Cells:

@@ -66,7 +66,7 @@ def plan_transfer(
     """Plan which sender sends which slices to which receivers. Equal arguments give an equal plan in every process.
 
     Args:
-        shares: The slices that each trainer rank sends, from `assign_slices`; every element at most once.
+        shares: The slices that each trainer rank sends, from `HolderMap.assign`; every element at most once.
         needed: The slices that each rollout rank needs.
         cut: The content of a lane. ``"exact"``: the slices of the sender's share that its receivers need, so that a receiver gets
             every element that it needs once, and no other element. ``"shares"``: the sender's full share, for every receiver
@@ -164,7 +164,7 @@ class _Planner:
                 f"{where(box)} of {spec.name} is in the shares of {some([self._senders[sender] for sender in senders])}.",
                 part=PART,
                 peer=self._senders[senders[1]],
-                hint="Plan with the result of `assign_slices`: there every element has one sender.",
+                hint="Plan with the result of `HolderMap.assign`: there every element has one sender.",
             )
         return senders[0]
 

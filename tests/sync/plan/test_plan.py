@@ -13,7 +13,6 @@ from hypothesis import given
 
 from weightlane.ckpt_engines import ManifestError
 from weightlane.sync.plan import HolderMap, TransferPlan, plan_transfer
-from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
@@ -46,7 +45,7 @@ def equal(one: Counts, other: Counts) -> bool:
 @given(problems())
 def test_every_element_is_sent_by_one_rank_that_holds_it_and_what_more_hold_is_named_with_them(problem: tuple) -> None:
     specs, held, _ = problem
-    sent = assign_slices(held)
+    sent = HolderMap.of(held).assign()
     by_rank = {rank: counts(specs, slices_of(placement)) for rank, placement in held.items()}
     assert list(sent) == list(held)
     assert {spec for placement in sent.values() for spec in placement.specs} == set(specs)
@@ -71,7 +70,7 @@ def copied(placements: Mapping[str, Placement]) -> dict[str, Placement]:
 def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_plan_everywhere(problem: tuple) -> None:
     """Where whole shares are shown, each sender has one lane to whoever needs any of it."""
     specs, held, needed = problem
-    sent = assign_slices(held)
+    sent = HolderMap.of(held).assign()
     plan, whole = plans = [plan_transfer(sent, needed, cut=cut) for cut in ("exact", "shares")]
     for lane in plan.lanes:
         own = counts(specs, slices_of(sent[lane.sender]))
@@ -92,7 +91,7 @@ def test_every_needed_element_arrives_once_and_nothing_else_does_by_the_same_pla
     for lane in whole.lanes:
         cells = counts(specs, ((cell.spec.name, cell.box) for cell in lane.cells))
         assert equal(cells, counts(specs, slices_of(sent[lane.sender])))
-    there = [plan_transfer(assign_slices(copied(held)), copied(needed), cut=cut) for cut in ("exact", "shares")]
+    there = [plan_transfer(HolderMap.of(copied(held)).assign(), copied(needed), cut=cut) for cut in ("exact", "shares")]
     assert there == plans
     assert [each.digest for each in there] == [each.digest for each in plans]
 
@@ -113,7 +112,7 @@ def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple)
     elements = 4 * len(
         {frozenset(holders) for holders, _ in cells}
     )  # which are not divided: one of 4 bytes for each set
-    assert max(placement.nbytes for placement in assign_slices(held).values()) <= 1.05 * least + elements
+    assert max(placement.nbytes for placement in HolderMap.of(held).assign().values()) <= 1.05 * least + elements
 
 
 W = TensorSpec("w", (8, 4), BF16)
@@ -156,7 +155,7 @@ def test_a_rank_gets_its_slices_under_the_names_that_are_sent_and_nothing_of_wha
 def test_ranks_that_do_not_make_up_every_tensor_are_named_with_it(held: list[Placement], says: str) -> None:
     by_rank = {f"trainer-{rank}": placement for rank, placement in enumerate(held)}
     with pytest.raises(ManifestError) as caught:
-        assign_slices(by_rank)
+        HolderMap.of(by_rank).assign()
     assert says in str(caught.value)
     assert caught.value.peer in by_rank
 

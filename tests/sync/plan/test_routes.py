@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weightlane.ckpt_engines import Capabilities, Delivery
 from weightlane.sync.codecs.quantised.quantisation import quantised_placement
 from weightlane.sync.config import Relay, SyncConfig
-from weightlane.sync.plan import assign_slices, plan_transfer
+from weightlane.sync.plan import HolderMap, plan_transfer
 from weightlane.sync.plan.known_shapes import SHAPES, ModelShape, RolloutLayout, TrainerLayout, weights
 from weightlane.sync.plan.links import plan_routes
 from weightlane.sync.plan.plan_report import Shown, plan_report
@@ -28,7 +28,7 @@ DIRECT = Capabilities(frozenset({"cpu"}), frozenset({Delivery.POINT_TO_POINT}))
 @given(problems(), st.sampled_from(["off", "chain", "tree"]))
 def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it(problem: tuple, relay: Relay) -> None:
     _, held, needed = problem
-    shares = assign_slices(held)
+    shares = HolderMap.of(held).assign()
     plan = plan_transfer(shares, needed)
     routes = plan_routes(plan, relay)
     assert routes == plan_routes(plan, relay)
@@ -53,7 +53,7 @@ def test_lanes_with_the_same_receivers_take_turns_so_that_all_relay_as_much() ->
     columns = [Placement.of([(spec, Box((0, 8 * each), (1 << 20, 8)))]) for each in range(8)]
     needed = {f"rollout-{replica}/{rank}": columns[rank] for replica in range(16) for rank in range(8)}
     held = {f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)}
-    plan = plan_transfer(assign_slices(held), needed)
+    plan = plan_transfer(HolderMap.of(held).assign(), needed)
     relaying: list[tuple[Relay, bool, int]] = [
         ("off", False, 16),
         ("off", True, 1),
@@ -119,7 +119,7 @@ def calls_of_planning(layers: int, trainer: str, rollout: str) -> int:
 
     sys.setprofile(note)
     try:
-        plan_transfer(assign_slices(held), needed)
+        plan_transfer(HolderMap.of(held).assign(), needed)
     finally:
         sys.setprofile(None)
     return calls
