@@ -82,11 +82,6 @@ class StagedDelta:
         return self.manifest.version
 
     @property
-    def nbytes(self) -> int:
-        """Memory of the patches in bytes."""
-        return sum(patch.nbytes for _, patch in self.patches)
-
-    @property
     def as_dense(self) -> Manifest:
         """The manifest that the same version would have in full."""
         return replace(self.manifest, codec=CODEC_DENSE, base_version=None, base_identity="", segments=())

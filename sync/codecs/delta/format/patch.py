@@ -36,11 +36,6 @@ class Patch:
         """Number of changed elements."""
         return self.flips.numel()
 
-    @property
-    def nbytes(self) -> int:
-        """Memory in bytes."""
-        return self.positions.nbytes + self.flips.nbytes
-
     def to(self, device: torch.device | str) -> Patch:
         """The patch on another device."""
         return replace(self, positions=self.positions.to(device), flips=self.flips.to(device))
