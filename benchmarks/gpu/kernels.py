@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.command import Report, as_figures, finish, options_of
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, numbered_device, runtime_of
-from weightlane.sync.codecs.delta.format import decode, encode
+from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.quantised import block_fp8
 
@@ -75,6 +75,8 @@ def delta(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
         "decode": lambda: decode(wire, elements=numel, itemsize=2).to(device),
         "write": lambda: patch.flip_(target),
     }
+    if runtime.has_streams:
+        work["compare and compact"] = lambda: cuda_kernels.count_changes(old, new).compact()
     for name, piece in work.items():
         figures[f"delta: {name}, GB/s"] = new.nbytes / median_s(runtime, piece) / 1e9
     return figures

@@ -39,6 +39,7 @@ from weightlane.sync import (
     SyncReport,
     TensorSpec,
 )
+from weightlane.sync.codecs.delta.format import cuda_kernels
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 from weightlane.sync.version.manifest import Manifest
 
@@ -68,6 +69,7 @@ def world(registered: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[World
     monkeypatch.setattr(_device_group, "open_process_group", opens_groups(made))
     monkeypatch.setattr(NcclEngine, "unavailable_reason", lambda: None)
     monkeypatch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(made))
+    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
     with installed(made, "cuda"):
         yield made
 

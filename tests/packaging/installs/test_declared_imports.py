@@ -22,7 +22,7 @@ EXTRAS: dict[str, list[str]] = {"": PROJECT["dependencies"], **PROJECT["optional
 PROMISED = {
     "ckpt_engines": (),
     "ckpt_engines/conformance": ("conformance",),
-    "sync": (),
+    "sync": ("triton",),
     "plugins": ("observability", "trackers"),
     "trainer": ("ray", "triton", "optimizers"),
     "trainer/engines/megatron": ("megatron",),

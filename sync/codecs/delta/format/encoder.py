@@ -13,6 +13,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
+from . import cuda_kernels
 from .integer_views import PART, Bytes, Positions, Words, integer_view, words_of
 from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, encode_flips, encode_places, padded
 
@@ -146,12 +147,11 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None =
     if new.device.type == "cpu":
         changes_in = _on_host(words_of(old), words_of(new))
     else:
-        before, after = integer_view(old), integer_view(new)
-        mask = torch.ne(before, after)
-        total = int(mask.sum())
-        if total > capacity:  # each takes a byte at least
-            return TooDense(int(capacity), total, 1.0)
-        changes_in = _on_device(before, after, mask)
+        counted = cuda_kernels.count_changes(integer_view(old), integer_view(new))
+        if counted.total > capacity:  # each takes a byte at least
+            return TooDense(int(capacity), counted.total, 1.0)
+        positions, flipped = counted.compact()
+        changes_in = _on_device(positions.cpu().numpy(), words_of(flipped.cpu()))
     parts: list[Bytes] = []
     changed, total = 0, HEADER.size
     for start in range(0, elements, BLOCK):
@@ -183,10 +183,8 @@ def _on_host(old: Words, new: Words) -> Callable[[int, int], _Changes]:
     return changes_in
 
 
-def _on_device(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> Callable[[int, int], _Changes]:
-    """Find the changes in elements [`start`, `stop`) among all, which the device compacts where `mask` is set."""
-    at = mask.nonzero().squeeze(1)
-    positions, flipped = at.cpu().numpy(), words_of((before[at] ^ after[at]).cpu())
+def _on_device(positions: Positions, flipped: Words) -> Callable[[int, int], _Changes]:
+    """Find the changes in elements [`start`, `stop`) among all, which a device has found."""
 
     def changes_in(start: int, stop: int) -> _Changes:
         low, high = np.searchsorted(positions, (start, stop)).tolist()

@@ -11,11 +11,12 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
+from . import cuda_kernels
 from .integer_views import PART, Bytes, Positions, Words, integer_view, tensor_of, unsigned, words_of
 from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, aligned, decode_flips, decode_places
 
-_HOST_CHUNK = 1 << 15
-"""Elements flipped at once on a CPU, so few that their copies and their positions widened to 64 bits stay in the cache."""
+_CHUNK = 1 << 15
+"""Elements flipped at once, so few that their copies and their positions widened to 64 bits stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,12 @@ class Patch:
                 hint="Apply it to the segment it was made for.",
             )
         flat = integer_view(target)
-        chunk = _HOST_CHUNK if flat.is_cpu else BLOCK
-        scratch = torch.empty(min(chunk, self.carried), dtype=torch.int64, device=flat.device)
-        for start in range(0, self.carried, chunk):
-            positions, flips = (each[start : start + chunk] for each in (self.positions, self.flips))
+        if flat.device.type != "cpu":
+            cuda_kernels.flip(flat, self.positions, self.flips)
+            return
+        scratch = torch.empty(min(_CHUNK, self.carried), dtype=torch.int64)
+        for start in range(0, self.carried, _CHUNK):
+            positions, flips = (each[start : start + _CHUNK] for each in (self.positions, self.flips))
             at = scratch[: positions.numel()].copy_(positions)
             flat.scatter_(0, at, flat.index_select(0, at).bitwise_xor_(flips))
 

@@ -1,17 +1,46 @@
-"""Deltas on a device: bit for bit what the CPU makes of the same tensors."""
+"""The device programs: exact in Triton's interpreter on integers, and they compile for the GPUs that are meant.
+
+They run in a process of their own: Triton is imported nowhere else in the suite.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from waiting import HANG_S
 
-from weightlane.sync.codecs.delta.format import decode, encode, encoder
+from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode, encoder
 from weightlane.sync.codecs.delta.format.encoder import Encoded
+from weightlane.sync.codecs.delta.format.integer_views import words_of
 from weightlane.sync.codecs.delta.format.wire_format import BLOCK
 
+PROGRAM = str(Path(__file__).with_name("triton_program.py"))
+ASIDE = Path(sys.prefix) / "triton"
+"""Where `make setup` puts Triton."""
+needs_triton = pytest.mark.skipif(
+    not ASIDE.is_dir() and importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
-def test_a_device_and_the_cpu_write_the_same_delta() -> None:
+
+@needs_triton
+@pytest.mark.parametrize(
+    "capabilities", [["90"], pytest.param(["80", "100", "120"], marks=pytest.mark.exhaustive)], ids=" ".join
+)
+def test_the_programs_compile_for_gpus_and_are_exact(children: Any, tmp_path: Path, capabilities: list[str]) -> None:
+    env = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ASIDE)}
+    code, output, errors = children.run([PROGRAM, *capabilities], timeout_s=HANG_S, env=env)
+    assert code == 0, errors
+    assert output.splitlines() == ["6 cases", f"{3 * len(capabilities)} programs"]
+
+
+def test_a_device_without_triton_and_the_cpu_write_the_same_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """From positions and flips that a device compacted, or from a mask: gaps, bitmaps and no change."""
+    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)
     numel = 3 * BLOCK + 77
     share = torch.tensor([0.001, 0.0, 0.4, 1.0]).repeat_interleave(BLOCK)[:numel]
     generator = torch.Generator().manual_seed(0)
@@ -19,12 +48,16 @@ def test_a_device_and_the_cpu_write_the_same_delta() -> None:
     new = old ^ (torch.rand(numel, generator=generator) < share).short()
     direct = encode(old, new)
     assert isinstance(direct, Encoded)
-    changes_in = encoder._on_device(old, new, old != new)
+    positions, flips = cuda_kernels.count_changes(old, new).compact()
+    changes_in = encoder._on_device(positions.numpy(), words_of(flips))
     parts = []
     for start in range(0, numel, BLOCK):
         stop = min(start + BLOCK, numel)
         parts += encoder._block(changes_in(start, stop), stop - start)
     assert [part.tobytes() for part in parts] == [part.tobytes() for part in direct.parts[1:]]
+    received = old.clone()
+    cuda_kernels.flip(received, positions.int(), flips)
+    assert torch.equal(received, new)
 
 
 @pytest.mark.gpu
