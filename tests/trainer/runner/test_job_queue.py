@@ -1,4 +1,4 @@
-"""`JobStore`: jobs in an object store are executed once and in order, and only the worker that has the turn reports results."""
+"""`JobQueue`: whatever process is killed, jobs are executed once, in order, and only the worker with the turn reports results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,54 +18,85 @@ import pytest
 from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError
-from weightlane.trainer.runner.job_queue.conditional_store import ConditionalStore
-from weightlane.trainer.runner.job_queue.contract import Finished
-from weightlane.trainer.runner.job_queue.job_store import JobStore
+from weightlane.trainer.runner.job_queue.directory_store import DirectoryStore
+from weightlane.trainer.runner.job_queue.job_queue import Finished, JobQueue
 from weightlane.trainer.runner.job_queue.ledger import Ledger
-from weightlane.trainer.runner.jobs import Publish
+from weightlane.trainer.runner.job_queue.object_store import ObjectStore
+from weightlane.trainer.runner.jobs import Forward, Publish
 
 LEASE_S = 600.0
 """So long that nothing is renewed while a test runs."""
 
 
-def objects(url: str, options: dict[str, str], folder: str) -> list[str]:
-    found = fsspec.filesystem("s3", use_listings_cache=False, **options).find(f"{url}/{folder}")
-    return sorted(path.rpartition("/")[2] for path in found)
+@dataclass(frozen=True)
+class Place:
+    """A directory, or a place in a store."""
+
+    place: str
+    options: dict[str, str] | None
+
+    def queue(self, **settings: Any) -> JobQueue:
+        return JobQueue(self.place, self.options, **settings)
+
+    @property
+    def store(self) -> ObjectStore | DirectoryStore:
+        return ObjectStore(self.place, self.options) if self.options else DirectoryStore(Path(self.place))
+
+
+@pytest.fixture
+def store_place(s3_url: str, s3_options: dict[str, str]) -> Place:
+    return Place(s3_url, s3_options)
+
+
+@pytest.fixture(params=["directory", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "directory":
+        return Place(str(tmp_path / "jobs"), None)
+    found: Place = request.getfixturevalue("store_place")
+    return found
 
 
 def test_a_store_whose_writes_heed_no_conditions_is_refused_in_words(s3_options: dict[str, str]) -> None:
     for url in ("memory://jobs", "gs://bucket/jobs", "s3://"):
         with pytest.raises(ConfigError, match="writes that fail if another one was faster"):
-            JobStore(url)
+            JobQueue(url)
     fsspec.filesystem("s3", **s3_options).mkdir("unconditional")
-    store = JobStore("s3://unconditional/jobs", s3_options)
+    store = JobQueue("s3://unconditional/jobs", s3_options)
     store.submit(Publish(1))
     with pytest.raises(ConfigError, match=r"has no conditional writes.*Two workers could execute the same job"):
         store.take_turn()
     with pytest.raises(StorageError, match=r"cannot write condition-.*NoSuchBucket|bucket does not exist"):
-        JobStore("s3://missing/jobs", s3_options).take_turn()
+        JobQueue("s3://missing/jobs", s3_options).take_turn()
 
 
-def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(s3_url: str, s3_options: dict[str, str]) -> None:
-    store, submitter = JobStore(s3_url, s3_options), JobStore(s3_url, s3_options)
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be used"):
+        JobQueue(tmp_path / "file")
+
+
+def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(place: Place) -> None:
+    jobs, submitter = place.queue(), place.queue()
     names = [submitter.submit(Publish(version)) for version in range(4)]
-    fsspec.filesystem("s3", **s3_options).pipe(f"{s3_url}/jobs/{names[0]}", b"nothing")
-    end_turn = store.take_turn()
+    assert submitter.waiting() == names == sorted(names)
+    place.store.write(f"jobs/{names[0]}", b"nothing")
+    end_turn = jobs.take_turn()
     assert end_turn is not None
-    first = store.take()
+    assert place.queue().take_turn() is None, "while this one has it"
+    first = jobs.take()
     assert first is not None
     assert (first.name, first.job, submitter.waiting()) == (names[1], Publish(1), names[2:])
     first.requeue()
     assert submitter.waiting() == names[1:]
     for version in (1, 2, 3):
-        taken = store.take()
+        taken = jobs.take()
         assert taken is not None
         assert taken.job == Publish(version)
-        store.write_event({"event": "begun", "job": taken.name})
-        store.write_result(taken.name, float(version))
+        jobs.write_event({"event": "begun", "job": taken.name})
+        jobs.write_result(taken.name, float(version))
         assert submitter.finished(taken.name) is None, "it is not known before the job is done"
         taken.fail(ConfigError("no.", part="test"), repeat=True) if version == 2 else taken.done(repeat=version == 3)
-    assert store.take() is None
+    assert jobs.take() is None
     assert submitter.finished(names[1]) == Finished(1.0)
     with pytest.raises(ConfigError, match="test: no"):
         submitter.wait(names[2], HANG_S)
@@ -73,29 +105,29 @@ def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(s3_url: str, 
         (names[2], ConfigError),
     ]
     assert [each["job"] for each in submitter.events()] == names[1:]
-    assert [name for name, _ in store.executed()] == names[2:]
-    store.write_note("saved", {"job": "x"})
+    assert [name for name, _ in jobs.executed()] == names[2:]
+    jobs.write_note("saved", {"job": "x"})
     end_turn()
     with pytest.raises(StorageError, match="ended its turn"):
-        store.take()
-    later = JobStore(s3_url, s3_options)
+        jobs.take()
+    later = place.queue()
     assert later.take_turn() is not None, "at once"
     assert later.note("saved") == {"job": "x"}
     later.forget_executed(names[2:])
     submitter.forget_result(names[1])
     assert submitter.finished(names[1]) is None
     assert submitter.submit(Publish(9)) > names[3], "numbers go on"
-    assert len(objects(s3_url, s3_options, "jobs")) == 1
-    assert objects(s3_url, s3_options, "failed") == sorted(
-        f"{name}{end}" for name in names[:3:2] for end in ("", ".json")
-    )
+    assert len(place.store.names("jobs")) == 1
+    assert place.store.names("failed") == sorted(f"{name}{end}" for name in names[:3:2] for end in ("", ".json"))
+    place.store.write(f"failed/{names[0]}.json", b"{")
+    assert isinstance(submitter.failed()[0].error, StorageError)
 
 
 def test_the_turn_changes_hands_when_it_is_not_renewed_for_as_long_as_its_owner_said(
     s3_url: str, s3_options: dict[str, str]
 ) -> None:
     clocks = MovableClock(), MovableClock()
-    store = ConditionalStore(s3_url, s3_options)
+    store = ObjectStore(s3_url, s3_options)
     one, other = Ledger(store, LEASE_S, clocks[0]), Ledger(store, 1.0, clocks[1])
     assert one.take_turn()
     assert not other.take_turn()
@@ -118,12 +150,9 @@ def test_the_turn_changes_hands_when_it_is_not_renewed_for_as_long_as_its_owner_
     one.end_turn()
 
 
-def test_a_worker_that_was_stopped_reports_nothing_when_it_goes_on(s3_url: str, s3_options: dict[str, str]) -> None:
+def test_a_worker_that_was_stopped_reports_nothing_when_it_goes_on(store_place: Place) -> None:
     clock = MovableClock()
-    stopped, next_one = (
-        JobStore(s3_url, s3_options, lease_s=LEASE_S),
-        JobStore(s3_url, s3_options, lease_s=LEASE_S, clock=clock),
-    )
+    stopped, next_one = store_place.queue(lease_s=LEASE_S), store_place.queue(lease_s=LEASE_S, clock=clock)
     name = stopped.submit(Publish(1))
     assert stopped.take_turn() is not None
     late = stopped.take()
@@ -138,7 +167,7 @@ def test_a_worker_that_was_stopped_reports_nothing_when_it_goes_on(s3_url: str, 
         stopped.check_turn()
     assert next_one.finished(name) is None
     assert [each.name for each in next_one.recover()] == [name]
-    assert objects(s3_url, s3_options, "blobs") == [], "the late result is gone"
+    assert store_place.store.names("blobs") == [], "the late result is gone"
     (again,) = next_one.recover()
     again.requeue()
     taken = next_one.take()
@@ -154,11 +183,11 @@ def test_a_write_of_the_ledger_counts_once_whatever_becomes_of_its_answer(
 ) -> None:
     late: list[Callable[[], object]] = []
 
-    class Lossy(ConditionalStore):
+    class Lossy(ObjectStore):
         faults = 0
 
         def swap(self, key: str, data: bytes, etag: str | None, timeout_s: float | None = None) -> str | None:
-            found = ConditionalStore.swap
+            found = ObjectStore.swap
             if not self.faults:
                 while late:
                     late.pop()()
@@ -184,18 +213,13 @@ def test_a_write_of_the_ledger_counts_once_whatever_becomes_of_its_answer(
     ledger.end_turn()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kills", [6])
-def test_workers_of_a_store_that_are_killed_at_random_lose_no_job_and_do_none_twice(
-    children: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    s3_url: str,
-    s3_options: dict[str, str],
-    kills: int,
+@pytest.mark.parametrize("place", ["directory", pytest.param("store", marks=pytest.mark.exhaustive)], indirect=True)
+def test_workers_that_are_killed_at_random_lose_no_job_and_do_none_twice(
+    children: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place
 ) -> None:
-    monkeypatch.setenv(job_file_commands.STORE, json.dumps([s3_url, s3_options]))
-    store, chance = JobStore(s3_url, s3_options, poll_s=0.05), random.Random(kills)
+    kills = 6 if place.options else 3
+    monkeypatch.setenv(job_file_commands.PLACE, json.dumps([place.place, place.options]))
+    jobs, chance = place.queue(poll_s=0.05), random.Random(kills)
 
     def start() -> subprocess.Popen[str]:
         child: subprocess.Popen[str] = children.start(
@@ -217,18 +241,16 @@ def test_workers_of_a_store_that_are_killed_at_random_lose_no_job_and_do_none_tw
         return max(map(notes, workers))
 
     for _ in range(kills):
-        names += [store.submit(Publish(version)) for version in range(len(names), len(names) + 5)]
+        names += [jobs.submit(Publish(version)) for version in range(len(names), len(names) + 5)]
         least = chance.randrange(1, 8)
         wait_until(lambda least=least: progress() >= least, "a worker works", poll_s=0.002)
         killed = max(workers, key=notes)
         killed.kill()
         killed.wait(HANG_S)
-    wait_until(
-        lambda: progress() >= 0 and not objects(s3_url, s3_options, "jobs"), "all jobs were executed", poll_s=0.1
-    )
+    wait_until(lambda: progress() >= 0 and not place.store.names("jobs"), "all jobs were executed", poll_s=0.1)
     for version, name in enumerate(names):
         if version % 5:
-            assert store.wait(name, HANG_S) == version
+            assert jobs.wait(name, HANG_S) == version
     (tmp_path / "end").touch()
     for worker in workers:
         worker.wait(HANG_S)
@@ -238,5 +260,32 @@ def test_workers_of_a_store_that_are_killed_at_random_lose_no_job_and_do_none_tw
     for each in served:
         begun = [line for line in each if line.startswith("begun")]
         assert all(before < after for before, after in pairwise(begun)), "in order"
-    assert [each.name for each in store.failed()] == names[::5]
-    assert len(objects(s3_url, s3_options, "blobs")) == len(names) - len(names[::5]), "one for each"
+    assert [each.name for each in jobs.failed()] == names[::5]
+    assert len(place.store.names("blobs")) == len(names) - len(names[::5]), "one for each"
+
+
+def test_what_a_killed_submitter_queued_is_whole_and_in_its_order(children: Any, tmp_path: Path) -> None:
+    files = JobQueue(tmp_path)
+    program = [job_file_commands.__file__, "submit", str(tmp_path)]
+    submitters = [children.start(program, forked=True, stdout=subprocess.PIPE) for _ in range(2)]
+    for submitter in submitters:
+        assert submitter.stdout is not None
+        assert all(submitter.stdout.readline() for _ in range(5)), "it submits and submits"
+    for submitter in submitters:
+        submitter.kill()
+        submitter.wait(HANG_S)
+    assert files.take_turn() is not None
+    versions: dict[str, list[int]] = {}
+    while (taken := files.take()) is not None:
+        if isinstance(taken.job, Publish):
+            versions.setdefault(str(taken.job.adapter), []).append(taken.job.version)
+        else:
+            assert isinstance(taken.job, Forward)
+        taken.done()
+    assert files.failed() == []
+    for submitter in submitters:
+        assert submitter.stdout is not None
+        told = max([6, *map(int, submitter.stdout.read().split())])
+        mine = versions[f"process-{submitter.pid}"]
+        assert mine == list(range(len(mine))), "in order, none is missing"
+        assert len(mine) >= told

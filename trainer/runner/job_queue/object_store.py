@@ -1,4 +1,4 @@
-"""`ConditionalStore`: objects in S3, or what speaks its API, with writes that only succeed over content that the writer knows.
+"""`ObjectStore`: objects in S3, or what speaks its API, with writes that only succeed over content that the writer knows.
 
 fsspec has no such writes over known content, so this calls S3's own client below `s3fs`, with the options of `s3fs`.
 """
@@ -30,7 +30,7 @@ _NOT_IMPLEMENTED = (400, 405, 501)
 _RETRY_S = 0.02
 
 
-class ConditionalStore:
+class ObjectStore:
     """Objects below an ``s3://`` URL. Keys are relative to it.
 
     Every method raises `StorageError` if the store refuses, or `DeadlineExceededError`. A write that has run into its deadline
@@ -64,8 +64,14 @@ class ConditionalStore:
             ) from error
         self.url = url.rstrip("/")
         self._bucket, self._prefix, self._timeout_s = bucket, f"{prefix}/" if prefix else "", timeout_s
+        self._checked = False
 
-    def read(self, key: str, timeout_s: float | None = None) -> tuple[bytes, str] | None:
+    def read(self, key: str) -> bytes | None:
+        """Content of an object; None if there is none."""
+        found = self.read_tagged(key)
+        return None if found is None else found[0]
+
+    def read_tagged(self, key: str, timeout_s: float | None = None) -> tuple[bytes, str] | None:
         """Content and ETag of an object; None if there is none."""
 
         async def call() -> tuple[bytes, str] | None:
@@ -88,7 +94,7 @@ class ConditionalStore:
         """Write an object if its ETag is still `etag`, or, with None, if there is none. Returns the new ETag.
 
         Returns None if the condition does not hold. That may be because of this very write: the client repeats a request whose
-        answer was lost. So `data` should be like no other, and the caller should `read` then.
+        answer was lost. So `data` should be like no other, and the caller should read it then.
         """
         condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
         deadline = Deadline.after(timeout_s or self._timeout_s)
@@ -127,14 +133,27 @@ class ConditionalStore:
 
         return self._run(call, f"list {folder}")
 
-    def check_conditions(self) -> None:
-        """Raise `ConfigError` if the store does not heed the conditions of writes, as stores before 2024 do not."""
+    def lock(self) -> bool:
+        """Lock the store until `unlock`, or the end of this process; False if another process has the lock.
+
+        An object store has no lock: the `Ledger` alone says who has the turn. Raises `ConfigError` if the store does not heed the
+        conditions of writes, as stores before 2024 do not.
+        """
+        if not self._checked:
+            self._check_conditions()
+            self._checked = True
+        return False
+
+    def unlock(self) -> None:
+        """Release the lock."""
+
+    def _check_conditions(self) -> None:
         key = f"condition-{secrets.token_hex(8)}"
         try:
             first = self.swap(key, b"1", None)
             heeds_new = self.swap(key, b"2", None) is None
             heeds_known = self.swap(key, b"3", '"0"') is None and self.swap(key, b"4", first) not in (None, first)
-            heeds = heeds_new and heeds_known and (self.read(key) or (b"",))[0] == b"4"
+            heeds = heeds_new and heeds_known and self.read(key) == b"4"
             told = "" if heeds else "it writes whatever the condition"
         except StorageError as error:
             if _status(error.__cause__) not in _NOT_IMPLEMENTED:
