@@ -160,13 +160,8 @@ def _tokens(chunks: Sequence[Any], limits: WireLimits, *, part: str) -> Array:
     """int64 [N]: the tokens of all chunks."""
     found = []
     for chunk in chunks:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise ProtocolError(
-                f"a chunk of kind {kind or 'unknown'}.",
-                part=part,
-                hint="Only encoded text is offered, no image or audio.",
-            )
+        if not chunk.HasField("encoded_text"):
+            raise ProtocolError("a chunk is no encoded text.", part=part, hint="No image or audio is offered.")
         found.append(integers(chunk.encoded_text.tokens, "<i4", part=part))
     count = sum(len(each) for each in found)
     if not 1 <= count <= limits.tokens:

@@ -167,7 +167,7 @@ def _another_input(message: Any) -> None:
 WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     ("datum 1, model_input.*id -1", lambda m: setattr(_prompt(m)[0].encoded_text, "tokens", b"\xff" * 8)),
     ("datum 1, model_input.*no whole", lambda m: setattr(_prompt(m)[0].encoded_text, "tokens", b"\1\0\0")),
-    ("datum 1, model_input.*kind image", lambda m: setattr(_prompt(m).add().image, "format", "png")),
+    ("datum 1, model_input.*no encoded text", lambda m: setattr(_prompt(m).add().image, "format", "png")),
     ("datum 1, target_tokens.*id 50 at 1", _set("target_tokens", dense=np.array([0, 50]).tobytes())),
     ("datum 1, target_tokens.*2 tokens", _set("target_tokens", dense=np.array([1]).tobytes(), shape=[1])),
     ("datum 1.*no target_tokens", lambda m: m.data[1].loss_fn_inputs.pop("target_tokens")),
