@@ -22,8 +22,7 @@ from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import BACKWARD, SAVE, SAVE_FOR_SAMPLER, STEP, Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training import between_requests
-from weightlane.trainer.service.training.between_requests import BetweenRequestTask
+from weightlane.trainer.service.training import scheduler as scheduler_module
 from weightlane.trainer.service.training.operations import Operations
 from weightlane.trainer.service.training.scheduler import TrainingScheduler
 from weightlane.trainer.service.wire.bodies import WireLimits
@@ -208,30 +207,31 @@ def test_what_a_death_makes_fail_stays_queued_and_a_publication_keeps_its_model_
     asyncio.run(asyncio.wait_for(live(), HANG_S))
 
 
-def test_work_that_finds_no_free_ranks_or_fails_after_its_caller_has_left_ends_nothing_else(
+def test_work_that_finds_no_free_ranks_or_fails_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def live() -> None:
         world = World(tmp_path, "ab")
         world.models["a"].session, world.models["a"].loaded = "ended", False
-        monkeypatch.setattr(between_requests, "_WAIT_S", 0.0)
-        await world.scheduler.remove_of({"ended"})
-        assert set(world.scheduler.models) == {"a", "b"}, "the scheduler does not run yet"
-        monkeypatch.setattr(between_requests, "_WAIT_S", NEVER_S)
+        async with world.scheduler.between_requests():
+            monkeypatch.setattr(scheduler_module, "_WAIT_S", 0.0)
+            await world.scheduler.remove_of({"ended"})
+        assert set(world.scheduler.models) == {"a", "b"}, "the ranks were not free"
+        monkeypatch.setattr(scheduler_module, "_WAIT_S", NEVER_S)
 
-        async def work() -> None:
-            tasks[0].done.cancel()  # as a caller does that ends
-            raise ConfigError("no.", part="x")
+        async def use(ready: bool) -> None:
+            async with world.scheduler.between_requests(lambda: ready):
+                raise ConfigError("no.", part="x")
 
-        waiting = asyncio.create_task(world.scheduler.between_requests.wait_for(work, lambda: True))
-        await asyncio.sleep(0)
-        tasks = [cast("BetweenRequestTask", world.scheduler.between_requests.next())]
+        failing, waiting = (asyncio.create_task(use(ready)) for ready in (True, False))
         scheduler, removal = map(asyncio.create_task, (world.scheduler.run(), world.scheduler.remove_of({"ended"})))
         await asyncio.wait([scheduler, removal], return_when=asyncio.FIRST_COMPLETED)
         assert set(world.scheduler.models) == {"b"}
         world.scheduler.close()
-        await asyncio.wait([scheduler, waiting])
+        await asyncio.wait([scheduler, failing, waiting])
         assert scheduler.exception() is None
+        assert isinstance(failing.exception(), ConfigError)
+        assert waiting.cancelled(), "its request stays in the store"
 
     asyncio.run(asyncio.wait_for(live(), HANG_S))
 

@@ -68,9 +68,8 @@ class Operations:
         """Publish a sampler's weights to the replicas: those of its checkpoint, of its model now, or of the base model."""
         if sampler.checkpoint is None and sampler.model is not None:
             await self.scheduler.caught_up(self.scheduler.model(sampler.model, sampler.client))
-        version: int = await self.scheduler.between_requests.wait_for(
-            lambda: self._begin_for(sampler), lambda: self._may_begin_for(sampler)
-        )
+        async with self.scheduler.between_requests(lambda: self._may_begin_for(sampler)):
+            version = await self._begin_for(sampler)
         try:
             await self._publications.finish(sampler.key, version)
         finally:
