@@ -25,7 +25,6 @@ from weightlane.trainer.service.records.store import Store, StoredRequest
 from weightlane.trainer.service.training import scheduler as scheduler_module
 from weightlane.trainer.service.training.operations import Operations
 from weightlane.trainer.service.training.scheduler import TrainingScheduler
-from weightlane.trainer.service.wire.bodies import WireLimits
 
 LORA = LoraConfig(rank=2, publish="adapter")
 ANY = cast("Any", None)
@@ -61,7 +60,7 @@ class World:
         self.futures = Futures(self.store)
         publications = cast("Any", SimpleNamespace(begin=self.begin, finish=self.fail, busy=False))
         config = ServiceConfig(save_every=100, max_queued=100, max_loaded=8, join_wait_s=join_wait_s)
-        self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), config)
+        self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, config)
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
         jobs, execute = cast("Any", self.jobs), self.execute if error is None else self.fail
         self.scheduler = self.operations.scheduler = TrainingScheduler(
@@ -293,7 +292,7 @@ def test_adapters_and_all_weights_are_not_taken_for_each_other(
     with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
         scheduler(trains_weights=trains_weights).resume()
     store.close()
-    operations = Operations(ANY, ANY, ANY, ANY, ANY, ANY, ANY, config(trains_weights=trains_weights))
+    operations = Operations(ANY, ANY, ANY, ANY, ANY, ANY, config(trains_weights=trains_weights))
     about = {"config": lora and lora.model_dump(mode="json")}
     with pytest.raises(ConfigError, match="which this service does not train"):
         operations.check_kind(Checkpoint("tinker://m/weights/a", "m", "training", tmp_path, 0.0, None, 0, about))
