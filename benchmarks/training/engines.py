@@ -269,9 +269,10 @@ def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
     """Load as one of four ranks."""
     from weightlane.trainer import TrainerConfig
     from weightlane.trainer.engines.fsdp2 import engine as module
+    from weightlane.trainer.engines.hf import checkpoint
 
     if how == "whole model":  # what every rank did before, and still does with older checkpoint formats
-        module.can_read_slices = lambda *_: False
+        checkpoint.stored_weights = lambda *_: None
     engine = module.Fsdp2Engine(TrainerConfig(device="cpu", ranks=4), int(rank), 4, ("127.0.0.1", int(port)))
     from transformers import AutoModelForCausalLM  # noqa: F401 - so that its import isn't measured
 

@@ -116,15 +116,14 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._open()
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to save"):
-            state = self._runs, self._tensors, self._optimizer_state(), self._step
-            toolkit.save(directory, *state, self.rank, self._device, write_beside=lambda _: None)
+            toolkit.save_state(directory, self._trained_slices(), self._step, self.rank, self._device)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """See `TrainingEngine.load`."""
         toolkit.require_open(self._model is not None, self._part)
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to load"), self._torn_unless_refused():
-            model = self.config.head, self._runs, self._tensors, self._optimizer_state()
+            model = self.config.head, {run.name: run.shape for run in self._runs}, self._trained_slices()
             self._step = toolkit.resume(directory, *model, self.rank, self._device, optimizer=optimizer)
         self._clear_gradients()
 
@@ -173,6 +172,9 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
             top_tokens=torch.where(micro.mask[:, None], best.indices, 0),
             top_logprobs=torch.where(micro.mask[:, None], best.values, 0.0),
         )
+
+    def _trained_slices(self) -> list[toolkit.TrainedSlice]:
+        return toolkit.trained_slices(self._runs, self._tensors, self._optimizer_state())
 
     def _optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: self._optimizer.state[parameter] for name, parameter in self._trained.items()}

@@ -21,20 +21,21 @@ from zoo_models import ZOO
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
-from weightlane.trainer.engines.fsdp2.loading import (
-    can_read_slices,
-    materialise,
+from weightlane.trainer.engines.fsdp2.loading import materialise
+from weightlane.trainer.engines.fsdp2.shards import trained_slices
+from weightlane.trainer.engines.head import PassQuery
+from weightlane.trainer.engines.hf.checkpoint import (
+    CheckpointRun,
+    checkpoint_runs,
+    checkpoint_tensors,
     model_without_weights,
-    read_slices,
+    stored_weights,
     weights_reader,
     whole_model,
 )
-from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
-from weightlane.trainer.engines.head import PassQuery
 from weightlane.trainer.engines.hf.context_split import check_context
 from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
 from weightlane.trainer.engines.hf.layout import Layout
-from weightlane.trainer.engines.hf.names import checkpoint_runs
 from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
 
 PROMISED = {
@@ -67,6 +68,10 @@ def test_weights_log_probabilities_and_values_are_those_of_transformers(kind: Ki
     check_critic(path)
 
 
+def shapes(runs: list[CheckpointRun]) -> dict[str, tuple[int, ...]]:
+    return {run.name: run.shape for run in runs}
+
+
 def check_policy(kind: Kind, path: Path) -> None:
     """Weights are those of an ordinary load, and log-probabilities those of whole logits."""
     ordinary = getattr(transformers, kind.model or f"{kind.config}ForCausalLM").from_pretrained(path).eval()
@@ -76,9 +81,9 @@ def check_policy(kind: Kind, path: Path) -> None:
     with nullcontext() if packs else pytest.raises(ConfigError, match="context_parallel is 2, which needs packed"):
         check_context(shared, model)
     runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert can_read_slices(model, path, runs)
+    assert stored_weights(model, path, "tokens", shapes(runs)) is not None
     materialise(model, torch.device("cpu"))
-    read_slices(path, runs, checkpoint_tensors(model))
+    weights_reader(path, "tokens", shapes(runs))(trained_slices(runs, checkpoint_tensors(model), {}))
     for left, right in (
         (model.named_parameters(), ordinary.named_parameters()),
         (model.named_buffers(), ordinary.named_buffers()),
@@ -200,12 +205,11 @@ def check_critic(path: Path) -> None:
         return
     ordinary = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
     model = model_without_weights(path, "value")
-    name, _ = value_head(model)
     runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert can_read_slices(model, path, runs, name)
-    assert not can_read_slices(model, path, runs)
+    assert stored_weights(model, path, "value", shapes(runs)) is not None
     materialise(model, torch.device("cpu"))
-    read_slices(path, runs, checkpoint_tensors(model))
+    weights_reader(path, "value", shapes(runs))(trained_slices(runs, checkpoint_tensors(model), {}))
+    assert not any(parameter.any() for parameter in value_head(model)[1].parameters())
     for mine, theirs in zip(value_head(model)[1].parameters(), value_head(ordinary)[1].parameters(), strict=True):
         mine.data.copy_(theirs)
     rows, tokens = torch.tensor([0, 3, 6]), torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
@@ -238,14 +242,15 @@ def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_tran
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(bare, path / "model.safetensors", {"format": "pt"})
     model = model_without_weights(path)
-    assert not can_read_slices(model, path, checkpoint_runs(model, checkpoint_tensors(model)))
+    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    assert stored_weights(model, path, "tokens", shapes(runs)) is None
     loaded = dict(whole_model(path).named_parameters())
     assert [name for name, tensor in weights.items() if not torch.equal(loaded[name], tensor)] == []
     model = whole_model(path)
     for parameter in model.parameters():
         parameter.data.fill_(7.0)
     held = checkpoint_tensors(model)
-    weights_reader(path, "tokens", checkpoint_runs(model, held), held)()
+    weights_reader(path, "tokens", shapes(runs))(trained_slices(runs, held, {}))
     assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == [], (
         "of a model in training"
     )

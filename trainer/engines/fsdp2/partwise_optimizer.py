@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 
 from ...config import TrainerConfig
-from ..hf.names import CheckpointRun
+from ..hf.checkpoint import CheckpointRun
 from ..optimizers.adamw import AdamW
 from ..optimizers.settings import AdamParams
 from .optimizers import Muon, optimizers_of

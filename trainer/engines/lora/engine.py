@@ -12,14 +12,16 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import LoraConfig, TrainerConfig
+from ...config import Head, LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..contract import STATE_PARTS, AdapterEngine, BackwardResult, Fence, ForwardBackward, SequenceOutputs
+from ..hf.checkpoint import checkpoint_runs, checkpoint_tensors, model_without_weights
 from ..hf.export import ExportedModel, export_model
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
+from ..hf.training_state import export_saved
 from ..optimizers.settings import AdamParams
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
@@ -138,6 +140,20 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         shards, timeout_s = self._weight_shards(dtype), self.config.collective_timeout_s
         with self._collective("the trainer ranks to export the model"):
             export_model(directory, about, shards, self.rank, self._device, timeout_s, adapters.exported)
+
+    @classmethod
+    def export_saved(
+        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
+    ) -> None:
+        """See `TrainingEngine.export_saved`; reads the weights only."""
+        model = model_without_weights(model_dir, head)
+        tensors = checkpoint_tensors(model)
+        runs = checkpoint_runs(model, tensors)
+        adapters = SavedAdapters.read(state)
+        adapters.refuse_layers_beyond(
+            {n.removesuffix(".weight") for run in runs for n in (run.name, run.source)}, state
+        )
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
 
     @property
     def adapters(self) -> tuple[str, ...]:

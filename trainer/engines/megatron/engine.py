@@ -13,26 +13,26 @@ import torch.distributed as dist
 
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import Head, TrainerConfig
+from ...config import TrainerConfig
 from ...data.batch import TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..contract import BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..head import PassQuery
-from ..hf.export import ExportedModel
+from ..hf.checkpoint import CheckpointRun, checkpoint_runs, checkpoint_tensors, model_without_weights, stored_weights
 from ..hf.layout import Layout
 from ..hf.model_dir import check_model_dir, kept_types, stored_types
-from ..hf.training_state import TrainedSlice, save_state
+from ..hf.stored_slices import TrainedSlice
+from ..hf.training_state import load_model, resume, save_state
 from ..lora.engine import Keep
 from ..lora.joint import StartedPass
 from ..lora.program_engine import ProgramEngine, ProgramPass
+from ..lora.saved import check_saved
 from ..optimizers.adamw import check_optimizer
 from ..optimizers.settings import AdamParams, Moments
 from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
-from .checkpoint import checkpoint_shapes
-from .loading import check_files, export_state, load_model, resume
-from .model_facts import read_model
+from .model_facts import ModelFacts, read_model
 from .process.layout_check import check_layout, refuse_cpu_beside_cuda
 
 with warnings.catch_warnings():
@@ -93,26 +93,26 @@ class MegatronEngine(ProgramEngine):
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
         check_optimizer(config.optimizer)
-        shape = read_model(model_dir, config.head).shape
-        check_layout(config, shape, config.ranks)
-        check_files(config, model_dir, shape, state)
+        facts, model, runs = _read(config, model_dir, config.ranks)
+        if state is not None:
+            check_saved(state, config, model, runs)
         if config.lora is not None:
-            check_lora(shape, config.lora)
+            check_lora(facts.shape, {run.name: run.shape for run in runs}, config.lora)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
         check_model_dir(model_dir, self.config.head)
-        self._read(model_dir)
+        self._describe(model_dir)
         self._join(model_dir, seed)
         with self._computing("the trainer ranks to build the model"):
             self._build(seed, {} if self.config.lora is None else stored_types(model_dir))
-            load_model(model_dir, self._facts.shape, self._shapes, self._slices, self._device)
+            load_model(model_dir, self.config.head, self._shapes, self._slices, self._device)
             copy_masters_to_model(self._chunks, self._optimizer)
             self._adapt()
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
-        self._read(model_dir)
+        self._describe(model_dir)
         self._device = torch.device("meta")
         with self._computing("the trainer ranks to build the model"):
             self._build(seed=0, stored={})
@@ -169,7 +169,7 @@ class MegatronEngine(ProgramEngine):
         for optimizer in inner:
             params.set_in(optimizer.optimizer)
         try:
-            before_change(list(self._shapes))
+            before_change(self._changing)
         except BaseException:
             self._clear_gradients()  # they are summed over the ranks already, so no more may be accumulated
             raise
@@ -194,18 +194,11 @@ class MegatronEngine(ProgramEngine):
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
         gather_parameters(self._chunks)
         moments = moments_of(self._optimizer)
-        state = self._facts.shape, self._trained_slices(moments), moments
-        step = resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
+        state = self._shapes, self._trained_slices(moments), self.rank, self._device
+        step = resume(directory, self.config.head, *state, optimizer=optimizer)
         restore_moments(self._optimizer, moments)
         copy_masters_to_model(self._chunks, self._optimizer)
         return step
-
-    @classmethod
-    def export_saved(
-        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
-    ) -> None:
-        """See `TrainingEngine.export_saved`."""
-        export_state(state, read_model(model_dir, head).shape, ExportedModel(model_dir, head, dtype), directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -251,12 +244,13 @@ class MegatronEngine(ProgramEngine):
         with self._collective(waiting_for), answered:
             yield
 
-    def _read(self, model_dir: Path) -> None:
-        """Read the facts about the model and its checkpoint that are needed to build it, and check the layout."""
-        self._facts = read_model(model_dir, self.config.head)
+    def _describe(self, model_dir: Path) -> None:
+        """Read the facts about the model and its checkpoint that are needed to build it, and check files and layout."""
+        self._facts, model, runs = _read(self.config, model_dir, self.world)
         self._vocabulary = self._facts.shape.vocab
-        check_layout(self.config, self._facts.shape, self.world)
-        self._shapes = checkpoint_shapes(self._facts.shape)
+        trained = {name for name, _ in model.named_parameters()}
+        self._changing = [run.name for run in runs if run.source in trained]
+        self._shapes = {run.name: run.shape for run in runs}
         self._kept = kept_types(model_dir, self._shapes)
 
     def _build(self, seed: int, stored: Mapping[str, torch.dtype]) -> None:
@@ -272,13 +266,14 @@ class MegatronEngine(ProgramEngine):
         self._clear_gradients()
 
     def _trained_slices(self, moments: Moments | None = None) -> list[TrainedSlice]:
-        return weight_slices(self._chunks, self._optimizer, self._facts.shape, self._coordinates, moments)
+        where = self._facts.shape, self._shapes, self._coordinates
+        return weight_slices(self._chunks, self._optimizer, *where, moments)
 
     train = TrainingEngine.train  # this engine has no dropout
 
     def _adapt(self, device: torch.device | None = None) -> None:
         """Prepare the built model for adapters."""
-        where = self._coordinates, self.config.megatron
+        where = self._shapes, self._coordinates, self.config.megatron
         self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, *where), device)
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
@@ -394,3 +389,18 @@ class MegatronEngine(ProgramEngine):
     @property
     def _answers(self) -> bool:
         return bool(parallel_state.is_pipeline_last_stage()) and self._first_of_equals
+
+
+def _read(
+    config: TrainerConfig, model_dir: Path, ranks: int
+) -> tuple[ModelFacts, torch.nn.Module, list[CheckpointRun]]:
+    """Return the facts about a model, transformers' model without weights, and its checkpoint tensors.
+
+    Raises `ConfigError` for a model, files or a layout with which `ranks` ranks cannot train.
+    """
+    facts = read_model(model_dir, config.head)
+    check_layout(config, facts.shape, ranks)
+    model = model_without_weights(model_dir, config.head)
+    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    stored_weights(model, model_dir, config.head, {run.name: run.shape for run in runs})
+    return facts, model, runs

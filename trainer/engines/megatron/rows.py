@@ -20,7 +20,7 @@ from ..hf.heads import HeadQuery
 from ..hf.layout import Layout
 from ..hf.packed_attention import SEGMENTS
 from ..rank_collectives import ContextRanks
-from .checkpoint import CheckpointShape
+from .model_facts import CheckpointShape
 
 
 @dataclass

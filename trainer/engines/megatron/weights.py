@@ -24,10 +24,11 @@ from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
-from ..hf.training_state import TrainedSlice
+from ..hf.stored_slices import TrainedSlice
 from ..optimizers.adamw import AdamW
-from ..optimizers.settings import MOMENTS, Moments
-from .checkpoint import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
+from ..optimizers.settings import MOMENTS, STEP, Moments
+from .checkpoint import CheckpointSlice, Coordinates, pieces_of
+from .model_facts import CheckpointShape
 
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
@@ -46,7 +47,7 @@ class FrozenWeights:
         at: Coordinates,
         stored: Mapping[str, torch.dtype],
     ) -> None:
-        pieces = _pieces(chunks, model, at)
+        pieces = parameter_pieces(chunks, model, at)
         self.masters = []
         """Pairs of a parameter and its master, which is the parameter itself if its dtype has the checkpoint's values."""
         for parameter in (each for chunk in chunks for each in chunk.parameters()):
@@ -78,15 +79,18 @@ def weight_slices(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | FrozenWeights,
     model: CheckpointShape,
+    names: Iterable[str],
     at: Coordinates,
     moments: Moments | None = None,
 ) -> list[TrainedSlice]:
-    """List every slice whose master weight is on this rank, in the order of `checkpoint_shapes`; with their `moments`, if given.
+    """List every slice whose master weight is on this rank, in the order of `names`; with their `moments`, if given.
+
+    `names` are those of all tensors of the checkpoint.
 
     Raises `ConfigError` for a parameter that belongs to no checkpoint tensor.
     """
-    pieces = _pieces(chunks, model, at)
-    found: dict[str, list[TrainedSlice]] = {name: [] for name in checkpoint_shapes(model)}
+    pieces = parameter_pieces(chunks, model, at)
+    found: dict[str, list[TrainedSlice]] = {name: [] for name in names}
     for master in _masters(optimizer):
         for weight in _cut(master, (moments or {}).get(master.weight, {}), pieces[master.parameter]):
             found[weight.name].append(weight)
@@ -194,7 +198,7 @@ def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | 
             chunk.start_param_sync(force_sync=True)
 
 
-def _pieces(
+def parameter_pieces(
     chunks: Sequence[torch.nn.Module], model: CheckpointShape, at: Coordinates
 ) -> dict[torch.Tensor, list[CheckpointSlice]]:
     """Return the checkpoint slices of every parameter, and of every buffer in a checkpoint, by tensor."""
@@ -257,6 +261,7 @@ def _cut(
     """Yield the parts of `pieces` inside the run of `master`, as slices of weight and moments."""
     flat = master.weight.detach().view(-1)
     flats = {key: moments[key].view(-1) for key in MOMENTS if key in moments}
+    steps = {STEP: moments[STEP]} if STEP in moments else {}
     at = 0
     for box in boxes_of_run(tuple(master.parameter.shape), master.start, master.weight.numel()):
         weight, *averages = (each[at : at + box.numel].view(box.shape) for each in (flat, *flats.values()))
@@ -267,7 +272,7 @@ def _cut(
                 continue
             index = common.within(box).index
             views = {key: piece.turned(average[index]) for key, average in zip(flats, averages, strict=True)}
-            yield TrainedSlice(piece.name, piece.place(common), piece.turned(weight[index]), views)
+            yield TrainedSlice(piece.name, piece.place(common), piece.turned(weight[index]), views | steps)
 
 
 def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ import torch
 
 from weightlane.sync.version.box import Box
 
-from .shapes import EMBEDDING, EXPERT_BIAS, FINAL_NORM, HEAD, VALUE_HEAD, CheckpointShape
+from .model_facts import CheckpointShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,12 @@ def pieces_of(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coo
     supported model.
     """
     if model.valued and name.startswith("output_layer."):
-        return [_all_of(name.replace("output_layer.", VALUE_HEAD), shape)]
+        return [_all_of(name.replace("output_layer", "score"), shape)]
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        return [_vocabulary(EMBEDDING if name.startswith("embedding") or model.tied else HEAD, shape, model, at)]
+        embedding = name.startswith("embedding") or model.tied
+        return [_vocabulary("model.embed_tokens.weight" if embedding else "lm_head.weight", shape, model, at)]
     if name == "decoder.final_layernorm.weight":
-        return [_all_of(FINAL_NORM, shape)]
+        return [_all_of("model.norm.weight", shape)]
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name)
     if match is None:
         raise KeyError(name)
@@ -113,7 +114,7 @@ _WHOLE = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": f"mlp.{EXPERT_BIAS}",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
     "self_attention.norm_weight": "linear_attn.norm.weight",
 }
