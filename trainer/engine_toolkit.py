@@ -17,7 +17,8 @@ from .engines.hf.export import ExportedModel, export_model
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.stored_slices import TrainedSlice
 from .engines.hf.training_state import resume, save_state
-from .engines.optimizers.settings import AdamParams, init_optimizer_state
+from .engines.optimizers.adamw import AdamW
+from .engines.optimizers.settings import AdamParams
 from .engines.rank_collectives import on_every_rank, on_rank_zero, require_open, share_json
 from .engines.torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
@@ -28,6 +29,7 @@ __all__ = [
     "STATE_PARTS",
     "TOP",
     "AdamParams",
+    "AdamW",
     "BackwardResult",
     "CheckpointRun",
     "ExportedModel",
@@ -47,7 +49,6 @@ __all__ = [
     "checkpoint_runs",
     "checkpoint_tensors",
     "export_model",
-    "init_optimizer_state",
     "kept_types",
     "local_shards",
     "needed_outputs",

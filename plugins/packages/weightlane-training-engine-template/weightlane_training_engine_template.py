@@ -1,4 +1,4 @@
-"""A training engine: the complete transformers model on every rank, gradients summed over the ranks, torch's AdamW."""
+"""A training engine: the complete transformers model on every rank, gradients summed over the ranks, AdamW."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._runs = toolkit.checkpoint_runs(model, self._tensors)
         self._kept = toolkit.kept_types(model_dir, (run.name for run in self._runs))
         self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._trained.values())
-        toolkit.init_optimizer_state(self._optimizer)
+        self._optimizer = toolkit.AdamW("adamw", [{"params": list(self._trained.values())}])
         self._model = model
         self._vocabulary = self._model.config.vocab_size
         self._clear_gradients()

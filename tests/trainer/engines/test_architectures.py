@@ -25,13 +25,11 @@ from weightlane.trainer.engines.fsdp2.loading import materialise
 from weightlane.trainer.engines.fsdp2.shards import trained_slices
 from weightlane.trainer.engines.head import PassQuery
 from weightlane.trainer.engines.hf.checkpoint import (
-    CheckpointRun,
     checkpoint_runs,
     checkpoint_tensors,
     model_without_weights,
     stored_weights,
     weights_reader,
-    whole_model,
 )
 from weightlane.trainer.engines.hf.context_split import check_context
 from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
@@ -68,8 +66,13 @@ def test_weights_log_probabilities_and_values_are_those_of_transformers(kind: Ki
     check_critic(path)
 
 
-def shapes(runs: list[CheckpointRun]) -> dict[str, tuple[int, ...]]:
-    return {run.name: run.shape for run in runs}
+def fill(model: torch.nn.Module, path: Path, head: str) -> None:
+    """Nothing in the files has to be converted."""
+    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    shapes = {run.name: run.shape for run in runs}
+    assert stored_weights(model, path, head, shapes) is not None
+    materialise(model, torch.device("cpu"))
+    weights_reader(path, head, shapes)(trained_slices(runs, checkpoint_tensors(model), {}))
 
 
 def check_policy(kind: Kind, path: Path) -> None:
@@ -80,10 +83,7 @@ def check_policy(kind: Kind, path: Path) -> None:
     shared = TrainerConfig(ranks=2, fsdp2={"context_parallel": 2})
     with nullcontext() if packs else pytest.raises(ConfigError, match="context_parallel is 2, which needs packed"):
         check_context(shared, model)
-    runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert stored_weights(model, path, "tokens", shapes(runs)) is not None
-    materialise(model, torch.device("cpu"))
-    weights_reader(path, "tokens", shapes(runs))(trained_slices(runs, checkpoint_tensors(model), {}))
+    fill(model, path, "tokens")
     for left, right in (
         (model.named_parameters(), ordinary.named_parameters()),
         (model.named_buffers(), ordinary.named_buffers()),
@@ -205,10 +205,7 @@ def check_critic(path: Path) -> None:
         return
     ordinary = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
     model = model_without_weights(path, "value")
-    runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert stored_weights(model, path, "value", shapes(runs)) is not None
-    materialise(model, torch.device("cpu"))
-    weights_reader(path, "value", shapes(runs))(trained_slices(runs, checkpoint_tensors(model), {}))
+    fill(model, path, "value")
     assert not any(parameter.any() for parameter in value_head(model)[1].parameters())
     for mine, theirs in zip(value_head(model)[1].parameters(), value_head(ordinary)[1].parameters(), strict=True):
         mine.data.copy_(theirs)
@@ -242,15 +239,11 @@ def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_tran
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(bare, path / "model.safetensors", {"format": "pt"})
     model = model_without_weights(path)
-    runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert stored_weights(model, path, "tokens", shapes(runs)) is None
-    loaded = dict(whole_model(path).named_parameters())
-    assert [name for name, tensor in weights.items() if not torch.equal(loaded[name], tensor)] == []
-    model = whole_model(path)
-    for parameter in model.parameters():
-        parameter.data.fill_(7.0)
     held = checkpoint_tensors(model)
-    weights_reader(path, "tokens", shapes(runs))(trained_slices(runs, held, {}))
-    assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == [], (
-        "of a model in training"
-    )
+    runs = checkpoint_runs(model, held)
+    shapes = {run.name: run.shape for run in runs}
+    assert stored_weights(model, path, "tokens", shapes) is None
+    materialise(model, torch.device("cpu"))
+    held = checkpoint_tensors(model)
+    weights_reader(path, "tokens", shapes)(trained_slices(runs, held, {}))
+    assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == []

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
@@ -35,14 +34,15 @@ from ..optimizers.adamw import check_optimizer
 from ..optimizers.settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import micro_batches_of, outputs_by_sequence
-from .gradient_clipping import clip_gradients
 from .loading import checked_model, decoder_layers, hold_as_stored, materialise
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh
-from .optimizers import is_matrix, moment_names
-from .partwise_optimizer import PartwiseOptimizer
+from .optimizers import PartwiseOptimizer, clip_gradients, moment_names
 from .router_replay import RouterReplay
 from .shards import local_shards, trained_slices
+
+_MATRIX = 2
+"""Dimensions of what Muon steps."""
 
 
 class Fsdp2Engine(ProgramEngine):
@@ -140,7 +140,7 @@ class Fsdp2Engine(ProgramEngine):
         adapters, batches = [each.adapter for each in passes], [each.call.batch for each in passes]
         found: list[dict[int, SequenceOutputs]] = [{} for _ in passes]
         packed_tokens = [0] * len(passes)
-        limit, copies = self._pass_tokens, self._mesh.data.size()
+        limit = self._pass_tokens
         with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
             about = {"padded": not self._packs, "share_prefixes": self._shares_here}
             for share in micro_batches_of(batches, self.data_share, limit, self._device, **about):
@@ -157,27 +157,8 @@ class Fsdp2Engine(ProgramEngine):
                         packed_tokens[number] += count if indices else 0
                         losses.append(each.sums.add(each.call.function(outputs, micro)))
                         found[number] |= outputs_by_sequence(indices, micro, outputs, each.call.outputs)
-                    if runs:  # the gradients of the model's own weights stay as they are
-                        own = [parameter for adapter, _ in runs for parameter in adapter.parameters]
-                        torch.autograd.backward(losses, inputs=own)
-                    else:
-                        # FSDP averages gradients over the ranks, but their sum is wanted.
-                        torch.autograd.backward([loss * copies for loss in losses])
-            totals = [
-                torch.nn.functional.pad(each.sums.as_tensor(), (0, 1), value=count)
-                for each, count in zip(passes, packed_tokens, strict=True)
-            ]
-            for total in totals:
-                if not self._mesh.first_of_context:
-                    total.zero_()  # ranks that share tokens have equal sums
-                dist.all_reduce(total, group=self._mesh.data.get_group())
-        results = []
-        for each, total, answered in zip(passes, totals, found, strict=True):
-            batch = each.call.batch
-            tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(total[-1])}
-            named = each.sums.named(total[:-1], batch.target_tokens)
-            results.append(BackwardResult(named | tokens, answered if self._answers else {}))
-        return results
+                    self._run_backward(ProgramPass(runs, layout), losses, [torch.ones_like(loss) for loss in losses])
+            return [self._result(*each) for each in zip(passes, packed_tokens, found, strict=True)]
 
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         with self._collective("the gradient norm of the other ranks"):
@@ -356,4 +337,4 @@ class Fsdp2Engine(ProgramEngine):
 def _matrices(model: torch.nn.Module) -> set[str]:
     """Return the names of the matrices inside decoder layers, which Muon takes."""
     inside = {parameter for layer in decoder_layers(model) for parameter in layer.parameters()}
-    return {name for name, each in model.named_parameters() if each in inside and is_matrix(each)}
+    return {name for name, each in model.named_parameters() if each in inside and each.ndim == _MATRIX}

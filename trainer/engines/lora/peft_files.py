@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig
-from ..hf.partial_dir import discard_partial, make_partial, storage_errors
+from ..hf.partial_dir import storage_errors
 from .sites import PART, LoraSite
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -96,7 +96,7 @@ def write_peft(
     model_dir: Path,
     step: int | None = None,
 ) -> None:
-    """Write an adapter for `model_dir` under a temporary name next to `directory`, then rename it.
+    """Write the files of an adapter for `model_dir` into `directory`.
 
     `tensors` are full, by `AdapterSlice.key`. With `step`, the number of steps taken, the moments are written, too.
     """
@@ -125,16 +125,10 @@ def write_peft(
             named[peft_name(module, matrix)] = tensor.contiguous()
         else:
             moments[key] = tensor.contiguous()
-    partial = make_partial(directory)
-    try:
-        save_file(named, partial / _TENSORS, metadata={"format": "pt"})
-        if step is not None:
-            save_file(moments, partial / _OPTIMIZER, metadata={"step": str(step)})
-        (partial / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        partial.rename(directory)
-    except BaseException:
-        discard_partial(directory)
-        raise
+    save_file(named, directory / _TENSORS, metadata={"format": "pt"})
+    if step is not None:
+        save_file(moments, directory / _OPTIMIZER, metadata={"step": str(step)})
+    (directory / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def saved_config(directory: Path) -> LoraConfig:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weightlane.sync.version.tensor_spec import LocalShard
 
@@ -58,7 +57,7 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora
     from .model import forget_caches, transformer_config
     from .process.parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
-    from .rows import RowInput, run_chunk
+    from .rows import PackedRow, run_chunk
     from .weights import (
         copy_masters_to_model,
         held_tensors,
@@ -138,7 +137,7 @@ class MegatronEngine(ProgramEngine):
         with (
             self._computing("the activations and gradients of the other ranks"),
             self._whole_gradients(one.adapter),
-            self._open_adapters().active(one.adapter),
+            self._open_adapters().active_runs([(one.adapter, 0)]),
             nullcontext() if one.adapter is None else frozen(self._chunks),
         ):
             if one.adapter is None:
@@ -149,13 +148,7 @@ class MegatronEngine(ProgramEngine):
             if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
-            totals = torch.nn.functional.pad(sums.as_tensor(), (0, 1), value=computed)
-            if not self._first_of_equals:
-                totals.zero_()
-            dist.all_reduce(totals)
-        tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(totals[-1])}
-        named = sums.named(totals[:-1], batch.target_tokens) | tokens
-        return [BackwardResult(named, found if self._answers else {})]
+            return [self._result(one, computed, found)]
 
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         """Step everything at once: `before_change` is called once, with all names."""
@@ -214,12 +207,6 @@ class MegatronEngine(ProgramEngine):
     def data_share(self) -> tuple[int, int]:
         """See `AdaptedEngine.data_share`."""
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-
-    @property
-    def _first_of_equals(self) -> bool:
-        """Whether this rank is the first of those that share matrices or tokens with it, which have equal losses and outputs."""
-        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-        return ranks == (0, 0)
 
     @property
     def _pass_tokens(self) -> int:
@@ -311,7 +298,7 @@ class MegatronEngine(ProgramEngine):
         def forward(parts: Iterator[tuple[list[int], Layout]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             indices, laid_out = next(parts)
             micro = laid_out.micro
-            row = RowInput.of(laid_out, self.config.megatron, replayed)
+            row = PackedRow.of(laid_out, self.config.megatron, replayed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
                 nonlocal computed
@@ -362,7 +349,7 @@ class MegatronEngine(ProgramEngine):
         (chunk,) = self._chunks
         gather_parameters(self._chunks)
         with frozen(self._chunks) if tokens.adapters else nullcontext():
-            row = RowInput.of(tokens.laid_out, self.config.megatron)
+            row = PackedRow.of(tokens.laid_out, self.config.megatron)
             (hidden,) = run_chunk(chunk, row)
             return head_answer(hidden, head_of(chunk), row.asked(query), self._vocabulary)
 
@@ -388,7 +375,8 @@ class MegatronEngine(ProgramEngine):
 
     @property
     def _answers(self) -> bool:
-        return bool(parallel_state.is_pipeline_last_stage()) and self._first_of_equals
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        return bool(parallel_state.is_pipeline_last_stage()) and ranks == (0, 0)
 
 
 def _read(

@@ -40,11 +40,6 @@ class LatentShape:
     """Size of the rotary part, which all heads of the keys share."""
     value_dim: int
 
-    @property
-    def query_dim(self) -> int:
-        """Rows of a head's queries."""
-        return self.plain_dim + self.rotary_dim
-
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
@@ -82,7 +77,7 @@ class CheckpointShape:
     head_dim: int
     vocab: int
     tied: bool
-    qk_norm: bool
+    qk_norm: bool = False
     """Whether queries and keys are normalised by head."""
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases."""
@@ -229,22 +224,30 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
 _Refuse = Callable[[str], ConfigError]
 
 
+def _shape(config: Any, **more: Any) -> CheckpointShape:
+    """Return the sizes that configurations name alike; `more` are the others, and replace those."""
+    heads = config.num_attention_heads
+    alike = {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": heads,
+        "groups": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab": config.vocab_size,
+        "tied": bool(config.tie_word_embeddings),
+    }
+    return CheckpointShape(**{**alike, **more})
+
+
 def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | None]:
     """Read the configuration of Qwen2, Qwen3, Llama, Qwen3-MoE, Qwen3-Next, GLM or GLM-4."""
     gated = config.model_type == "qwen3_next"
     moe = gated or config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
-    heads = config.num_attention_heads
-    shape = CheckpointShape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+    shape = _shape(
+        config,
         intermediate=0 if moe else config.intermediate_size,
-        heads=heads,
-        groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
         qk_norm=config.model_type.startswith("qwen3"),
         qkv_bias=config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
         experts=config.num_experts if moe else 0,
@@ -274,16 +277,9 @@ def _gpt_oss(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
         raise refuse("has no biases in its attention")
     if config.swiglu_alpha != _SWIGLU_ALPHA:
         raise refuse(f"has swiglu_alpha={config.swiglu_alpha:g}")
-    shape = CheckpointShape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+    shape = _shape(
+        config,
         intermediate=0,
-        heads=config.num_attention_heads,
-        groups=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        qk_norm=False,
         qkv_bias=True,
         experts=config.num_local_experts,
         expert_intermediate=config.intermediate_size,
@@ -309,34 +305,28 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
     # transformers ranks groups by their two best experts, or by the best one; megatron-core by as many as a token uses of each.
     if grouped and choices // chosen != (2 if third else 1):
         raise refuse(f"chooses {choices} experts in {chosen} of {groups} groups")
-    heads = config.num_attention_heads
-    shape = CheckpointShape(
-        layers=layers,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size if dense else 0,
-        heads=heads,
-        groups=heads if latent else config.num_key_value_heads,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim
-        if latent
-        else getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        qk_norm=not latent and bool(config.use_qk_norm),
-        qkv_bias=not latent and bool(config.attention_bias),
-        experts=config.n_routed_experts,
-        expert_intermediate=config.moe_intermediate_size,
-        dense_layers=dense,
-        shared_intermediate=config.moe_intermediate_size * config.n_shared_experts,
-        expert_bias=third,
-        latent=LatentShape(
+    attention: dict[str, Any] = {}
+    if latent:
+        sizes = LatentShape(
             query_rank=config.q_lora_rank or 0,
             rank=config.kv_lora_rank,
             plain_dim=config.qk_nope_head_dim,
             rotary_dim=config.qk_rope_head_dim,
             value_dim=config.v_head_dim,
         )
-        if latent
-        else None,
+        head_dim = sizes.plain_dim + sizes.rotary_dim
+        attention = {"latent": sizes, "groups": config.num_attention_heads, "head_dim": head_dim}
+    else:
+        attention = {"qk_norm": bool(config.use_qk_norm), "qkv_bias": bool(config.attention_bias)}
+    shape = _shape(
+        config,
+        intermediate=config.intermediate_size if dense else 0,
+        experts=config.n_routed_experts,
+        expert_intermediate=config.moe_intermediate_size,
+        dense_layers=dense,
+        shared_intermediate=config.moe_intermediate_size * config.n_shared_experts,
+        expert_bias=third,
+        **attention,
     )
     routing = Routing(
         choices,

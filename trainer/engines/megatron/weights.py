@@ -164,22 +164,22 @@ def megatron_optimizer(
 def moments_of(optimizer: MegatronOptimizer | FrozenWeights) -> Moments:
     """Return the moments and step count of every master weight, as `AdamW.moments_of`."""
     return {
-        master: inner.optimizer.moments_of(master)
+        master.weight: inner.optimizer.moments_of(master.weight)
         for inner in inner_optimizers(optimizer)
-        for _, _, master in _pairs(inner)
+        for master in _masters_in(inner)
     }
-
-
-def moment_memory(optimizer: MegatronOptimizer | FrozenWeights) -> list[torch.Tensor]:
-    """List the tensors that hold the optimizer's state on this rank."""
-    return [tensor for inner in inner_optimizers(optimizer) for tensor in inner.optimizer.memory]
 
 
 def restore_moments(optimizer: MegatronOptimizer | FrozenWeights, moments: Moments) -> None:
     """Hold what was changed in those of `moments_of` that are copies."""
     for inner in inner_optimizers(optimizer):
-        for _, _, master in _pairs(inner):
-            inner.optimizer.restore(master, moments[master])
+        for master in _masters_in(inner):
+            inner.optimizer.restore(master.weight, moments[master.weight])
+
+
+def moment_memory(optimizer: MegatronOptimizer | FrozenWeights) -> list[torch.Tensor]:
+    """List the tensors that hold the optimizer's state on this rank."""
+    return [tensor for inner in inner_optimizers(optimizer) for tensor in inner.optimizer.memory]
 
 
 def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | FrozenWeights) -> None:
@@ -222,32 +222,31 @@ def parameter_pieces(
     return pieces
 
 
-def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterator[_Master]:
+def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterable[_Master]:
     if isinstance(optimizer, FrozenWeights):
-        yield from (_Master(parameter, 0, master) for parameter, master in optimizer.masters)
-        return
-    for inner in inner_optimizers(optimizer):
-        yield from (_Master(*each) for each in _pairs(inner))
+        return [_Master(parameter, 0, master) for parameter, master in optimizer.masters]
+    return [master for inner in inner_optimizers(optimizer) for master in _masters_in(inner)]
 
 
-def _pairs(inner: Any) -> Iterable[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """Yield each model parameter, the first element of its run, and the tensor that the optimizer steps for it."""
+def _masters_in(inner: Any) -> Iterator[_Master]:
+    """Yield what one of megatron-core's optimizers steps."""
     if isinstance(inner, DistributedOptimizer):
         for models, masters in (
             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
             (inner.model_fp32_groups, inner.shard_fp32_groups),
         ):
             for parameter, master in _zipped(models, masters):
-                yield parameter, inner._get_model_param_range_map(parameter)["param"].start, master
+                yield _Master(parameter, inner._get_model_param_range_map(parameter)["param"].start, master)
     elif isinstance(inner, Float16OptimizerWithFloat16Params):
-        for parameter, master in _zipped(inner.float16_groups, inner.fp32_from_float16_groups):
-            yield parameter, 0, master
-        for parameter, master in _zipped(inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups):
-            yield parameter, 0, master
+        for models, masters in (
+            (inner.float16_groups, inner.fp32_from_float16_groups),
+            (inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups),
+        ):
+            for parameter, master in _zipped(models, masters):
+                yield _Master(parameter, 0, master)
     else:
         for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, 0, parameter
+            yield from (_Master(parameter, 0, parameter) for parameter in group["params"])
 
 
 def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> Iterator[tuple[Any, Any]]:
