@@ -15,7 +15,7 @@ from ...config import MegatronConfig
 from ...data.sequences import MicroBatch
 from ..attention import Segments
 from ..head import PassQuery
-from ..hf.context_split import RowPart
+from ..hf.context_split import part_of
 from ..hf.heads import HeadQuery
 from ..hf.layout import Layout
 from ..hf.packed_attention import SEGMENTS
@@ -100,10 +100,9 @@ def _part_of(micro: MicroBatch, layout: MegatronConfig) -> tuple[Layout, list[in
         ]
         for rank in range(count)
     ]
-    part = RowPart.of(Segments(bounds, (), device), of_ranks, ranks, device)
-    row = {"input_ids": tokens[part.own][None], "position_ids": positions[part.own][None], SEGMENTS: part.segments}
+    row = {"input_ids": tokens[None], "position_ids": positions[None], SEGMENTS: Segments(bounds, (), device)}
     counts = (len(micro.tokens),)
-    return Layout(micro, part.places(places), row, counts, (len(part.own),), ranks), offsets.tolist()
+    return part_of(Layout(micro, places, row, counts, counts), of_ranks, ranks), offsets.tolist()
 
 
 def run_chunk(chunk: Any, row: PackedRow) -> torch.Tensor:
