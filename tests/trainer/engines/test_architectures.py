@@ -24,13 +24,7 @@ from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.engines.fsdp2.loading import materialise
 from weightlane.trainer.engines.fsdp2.shards import trained_slices
 from weightlane.trainer.engines.head import PassQuery
-from weightlane.trainer.engines.hf.checkpoint import (
-    checkpoint_runs,
-    checkpoint_tensors,
-    model_without_weights,
-    stored_weights,
-    weights_reader,
-)
+from weightlane.trainer.engines.hf import checkpoint
 from weightlane.trainer.engines.hf.context_split import check_context
 from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
 from weightlane.trainer.engines.hf.layout import Layout
@@ -68,17 +62,17 @@ def test_weights_log_probabilities_and_values_are_those_of_transformers(kind: Ki
 
 def fill(model: torch.nn.Module, path: Path, head: str) -> None:
     """Nothing in the files has to be converted."""
-    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    runs = checkpoint.checkpoint_runs(model, checkpoint.checkpoint_tensors(model))
     shapes = {run.name: run.shape for run in runs}
-    assert stored_weights(model, path, head, shapes) is not None
+    assert checkpoint.stored_weights(model, path, head, shapes) is not None
     materialise(model, torch.device("cpu"))
-    weights_reader(path, head, shapes)(trained_slices(runs, checkpoint_tensors(model), {}))
+    checkpoint.weights_reader(path, head, shapes)(trained_slices(runs, checkpoint.checkpoint_tensors(model), {}))
 
 
 def check_policy(kind: Kind, path: Path) -> None:
     """Weights are those of an ordinary load, and log-probabilities those of whole logits."""
     ordinary = getattr(transformers, kind.model or f"{kind.config}ForCausalLM").from_pretrained(path).eval()
-    model = model_without_weights(path)
+    model = checkpoint.model_without_weights(path)
     packs = can_pack(model)
     shared = TrainerConfig(ranks=2, fsdp2={"context_parallel": 2})
     with nullcontext() if packs else pytest.raises(ConfigError, match="context_parallel is 2, which needs packed"):
@@ -201,10 +195,10 @@ def check_critic(path: Path) -> None:
     kept = json.loads((path / "config.json").read_text())["model_type"]
     if kept not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
         with pytest.raises(ConfigError, match=r"trainer\.head=value"):
-            model_without_weights(path, "value")
+            checkpoint.model_without_weights(path, "value")
         return
     ordinary = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
-    model = model_without_weights(path, "value")
+    model = checkpoint.model_without_weights(path, "value")
     fill(model, path, "value")
     assert not any(parameter.any() for parameter in value_head(model)[1].parameters())
     for mine, theirs in zip(value_head(model)[1].parameters(), value_head(ordinary)[1].parameters(), strict=True):
@@ -220,7 +214,9 @@ def check_critic(path: Path) -> None:
 
 def test_attention_by_a_mask_or_a_bias_of_the_models_own_is_not_packed(tmp_path: Path) -> None:
     """It would be ignored: the log-probabilities would be wrong, and nobody told."""
-    model = model_without_weights(make(KINDS_BY_NAME["qwen3"], tmp_path / "model", seed=0, dtype=torch.float32))
+    model = checkpoint.model_without_weights(
+        make(KINDS_BY_NAME["qwen3"], tmp_path / "model", seed=0, dtype=torch.float32)
+    )
     assert can_pack(model)
     for extra in ("attention_mask", "position_bias"):
         biased = copy.deepcopy(model)
@@ -238,12 +234,11 @@ def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_tran
     weights = load_file(path / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(bare, path / "model.safetensors", {"format": "pt"})
-    model = model_without_weights(path)
-    held = checkpoint_tensors(model)
-    runs = checkpoint_runs(model, held)
+    model = checkpoint.model_without_weights(path)
+    runs = checkpoint.checkpoint_runs(model, checkpoint.checkpoint_tensors(model))
     shapes = {run.name: run.shape for run in runs}
-    assert stored_weights(model, path, "tokens", shapes) is None
+    assert checkpoint.stored_weights(model, path, "tokens", shapes) is None
     materialise(model, torch.device("cpu"))
-    held = checkpoint_tensors(model)
-    weights_reader(path, "tokens", shapes)(trained_slices(runs, held, {}))
+    held = checkpoint.checkpoint_tensors(model)
+    checkpoint.weights_reader(path, "tokens", shapes)(trained_slices(runs, held, {}))
     assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == []

@@ -239,9 +239,9 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         self._engine.save(Path(directory))
         return self._engine.step
 
-    def load(self, directory: str) -> int:
+    def load(self, directory: str, *, optimizer: bool = True) -> int:
         """Load what is in `directory`, in which RANK stands for this rank."""
-        self._engine.load(Path(str(directory).replace("RANK", str(self._rank))))
+        self._engine.load(Path(str(directory).replace("RANK", str(self._rank))), optimizer=optimizer)
         return self._engine.step
 
     def export(

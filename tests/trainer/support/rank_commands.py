@@ -26,9 +26,7 @@ def moment_slices(engine: Any, key: str) -> list[tuple[Any, ...]]:
     else:
         moments = engine._optimizer.state
     trained, shapes = engine._trained_slices(moments), engine._shapes
-    slices = [
-        (each.name, shapes[each.name], each.box.starts, each.moments[key]) for each in trained if key in each.moments
-    ]
+    slices = [(s.name, shapes[s.name], s.box.starts, s.moments[key]) for s in trained if key in s.moments]
     return [(name, shape, starts, data.float().clone().numpy()) for name, shape, starts, data in slices]
 
 

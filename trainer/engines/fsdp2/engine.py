@@ -20,7 +20,7 @@ from ..contract import BackwardResult, Fence, ForwardBackward, SequenceOutputs, 
 from ..head import PassQuery
 from ..hf.checkpoint import CheckpointRun, checkpoint_tensors
 from ..hf.context_split import split_layout
-from ..hf.heads import HeadQuery, read_values, replace_head
+from ..hf.heads import read_values, replace_head
 from ..hf.layout import Layout
 from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.packed_attention import can_pack, pack_attention
@@ -312,8 +312,7 @@ class Fsdp2Engine(ProgramEngine):
 
     def _answer(self, layout: Layout, query: PassQuery) -> dict[str, torch.Tensor]:
         """Run the model on a micro-batch. Returns the outputs in `query` by their names in `ModelOutputs`, and ``logits``."""
-        asked = HeadQuery(query, layout.micro, layout.places, layout.context)
-        answer: dict[str, torch.Tensor] = self._loaded_model()(asked, **layout.inputs)
+        answer: dict[str, torch.Tensor] = self._loaded_model()(layout.asked(query), **layout.inputs)
         return answer
 
     def _layout(self, parts: Sequence[MicroBatch]) -> Layout:

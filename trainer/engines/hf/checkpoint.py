@@ -74,7 +74,7 @@ def checkpoint_runs(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
         if source is None or not tensor.is_contiguous():
             raise ConfigError(
                 f"transformers saves {name} in a form that is not a contiguous part of one parameter.",
-                part="fsdp2 engine",
+                part="model",
                 hint="This architecture's weights cannot be published yet; use one whose checkpoint layout is plain.",
             )
         runs.append(CheckpointRun(name, tuple(tensor.shape), source, int(tensor.storage_offset())))
@@ -83,7 +83,7 @@ def checkpoint_runs(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor])
         covered[run.source] += torch.Size(run.shape).numel()
     for name, shadow in shadows.items():
         if covered[name] != shadow.numel():
-            raise ConfigError(f"transformers does not save all of {name}.", part="fsdp2 engine")
+            raise ConfigError(f"transformers does not save all of {name}.", part="model")
     return sorted(runs, key=lambda run: (position[run.source], run.offset))
 
 
@@ -160,7 +160,7 @@ def stored_weights(
     """
     stored = hf_tensors(model_dir)
     further = {name.removesuffix("eh_proj.weight") for name in stored if name.endswith(".eh_proj.weight")}
-    unused = ("mtp.", *further, *(name for name in getattr(model, "_tied_weights_keys", None) or ()))
+    unused = ("mtp.", *further, *(getattr(model, "_tied_weights_keys", None) or ()))
     held = {name for name in stored if name in shapes or not name.startswith(unused)}
     wanted = set(shapes)
     if head == "value":

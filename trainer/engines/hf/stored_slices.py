@@ -63,7 +63,7 @@ class SliceReader:
 
     def read(self, name: str, box: Box, into: torch.Tensor, *, rounds: bool = False) -> None:
         """Copy elements `box` of tensor `name` into `into`, as far as files hold them; unless it `rounds`, by `copy_exactly`."""
-        for stored, part in sources_of(box, self._held(name))[0]:
+        for stored, part in sources_of(box, ((each, each.box) for each in self._stored.get(name, ())))[0]:
             tensor = self._open(stored.file).get_slice(stored.key)[part.within(stored.box).index]
             there = into[part.within(box).index]
             if rounds:
@@ -71,9 +71,6 @@ class SliceReader:
             else:
                 copy_exactly(tensor, there, name)
             self._mapped += tensor.nbytes
-
-    def _held(self, name: str) -> list[tuple[StoredSlice, Box]]:
-        return [(stored, stored.box) for stored in self._stored.get(name, ())]
 
     def _open(self, file: Path) -> Any:
         from safetensors import safe_open  # noqa: PLC0415 - optional

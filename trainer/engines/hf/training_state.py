@@ -50,14 +50,17 @@ def save_state(
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
-    told = share_json([uuid.uuid4().hex, _described(slices), _behind(slices, step)], device)
-    token, mine = told[0][0], told[rank][1]
+    held = [f"{piece.name} {piece.box.to_plain()}" for piece in slices]
+    told = share_json([uuid.uuid4().hex, held, _behind(slices, step)], device)
+    token = told[0][0]
     elsewhere = {name for _, described, _ in told[:rank] for name in described}  # replicas are written once
     steps = {name: count for *_, behind in told for name, count in behind.items()}
 
     def write(partial: Path) -> None:
-        tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
-        for piece, described in zip(slices, mine, strict=True):
+        tensors = {f"{_RANDOM}|cpu|": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors[f"{_RANDOM}|cuda|"] = torch.cuda.get_rng_state()
+        for piece, described in zip(slices, held, strict=True):
             for kind, tensor in _kinds(piece) if described not in elsewhere else ():
                 key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
                 tensors[key] = tensor.detach().cpu().contiguous()
@@ -227,11 +230,8 @@ class _SavedState:
         try:
             return cls._read(directory)
         except FileNotFoundError:
-            older = (directory / ".metadata").is_file()  # torch.distributed.checkpoint's
             raise ConfigError(
-                f"{directory} holds {'a training state of an earlier version' if older else 'no saved training state'}.",
-                part=PART,
-                hint="Export a model with that version, and begin with it." if older else "Check the path.",
+                f"{directory} holds no saved training state.", part=PART, hint="Check the path."
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
             raise ConfigError(
@@ -327,23 +327,11 @@ def _kinds(piece: TrainedSlice) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((kind, tensor) for kind, tensor in piece.moments.items() if kind != STEP)
 
 
-def _described(slices: Sequence[TrainedSlice]) -> list[str]:
-    """Return names of slices that are equal on all ranks that hold the same elements."""
-    return [f"{piece.name} {piece.box.to_plain()}" for piece in slices]
-
-
 def _behind(slices: Sequence[TrainedSlice], step: int) -> dict[str, int]:
     """Return the optimizer steps of tensors that were changed in fewer than `step`, since they had no gradient in others."""
     counts = {piece.name: piece.moments[STEP] for piece in slices if STEP in piece.moments}
     steps = torch.stack(list(counts.values())).tolist() if counts else []
     return {name: int(count) for name, count in zip(counts, steps, strict=True) if count != step}
-
-
-def _random_state() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
 
 
 def _restore_random_state(file: Path, device: torch.device) -> None:

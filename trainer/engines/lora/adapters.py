@@ -18,7 +18,7 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ...config import LoraConfig, TrainerConfig
 from ..contract import Fence, StatePart
 from ..rank_collectives import share_json
-from .adapter import Adapter, AdapterSlice, LoraGroups, LoraPair
+from .adapter import Adapter, LoraGroups, LoraPair
 from .joint import JointPairs, LayerPair
 from .peft_files import read_peft
 from .published import (
@@ -243,8 +243,35 @@ class Adapters:
             merge_slice(*each)
 
     def gathered(self, name: str) -> dict[str, torch.Tensor]:
-        """Gather the full tensors of adapter `name`, by `AdapterSlice.key`, on rank 0; empty on other ranks. Collective."""
-        return _gathered(list(self._adapters[name].slices()), self._rank, self._device)
+        """Gather the full tensors of adapter `name`, by `AdapterSlice.key`, on rank 0; empty on other ranks. Collective.
+
+        The first rank that holds a part sends it. A rank sends all its parts in one message.
+        """
+        mine = list(self._adapters[name].slices())
+        held = share_json([[piece.key, list(piece.shape), piece.box.to_plain()] for piece in mine], self._device)
+        full: dict[str, torch.Tensor] = {}
+        taken: set[str] = set()
+        for owner, described in enumerate(held):
+            fresh = [number for number, (key, _, box) in enumerate(described) if f"{key} {box}" not in taken]
+            taken |= {f"{described[number][0]} {described[number][2]}" for number in fresh}
+            if not fresh or self._rank not in (0, owner):
+                continue
+            boxes = [Box.from_plain(described[number][2]) for number in fresh]
+            flat = torch.empty(sum(box.numel for box in boxes), device=self._device)
+            if self._rank == owner:
+                flat = torch.cat([mine[number].data.flatten() for number in fresh])
+            if owner != 0:
+                if self._rank == owner:
+                    dist.send(flat, 0)
+                else:
+                    dist.recv(flat, owner)
+            if self._rank == 0:
+                for number, box, part in zip(
+                    fresh, boxes, torch.split(flat, [box.numel for box in boxes]), strict=True
+                ):
+                    key, shape, _ = described[number]
+                    full.setdefault(key, torch.empty(shape))[box.index] = part.view(box.shape).cpu()
+        return full
 
     def to_save(self) -> SavedAdapters:
         """Gather the adapters' part of a saved state; tensors on rank 0 only. Collective."""
@@ -270,40 +297,14 @@ class Adapters:
                         hint="Check model and path.",
                     )
 
-    def restore(self, saved: SavedAdapters) -> None:
-        """Take values, moments and steps from `saved`, which `check` accepted; drop gradients."""
+    def restore(self, saved: SavedAdapters, *, optimizer: bool) -> None:
+        """Take values from `saved`, which `check` accepted, and with `optimizer` moments and steps, else 0; drop gradients."""
         for name, adapter in self._trained.items():
             for piece in adapter.slices():
-                piece.data.copy_(saved.tensors[f"{name}|{piece.key}"][piece.box.index])
-            adapter.set_step(saved.about[name][1])
+                if optimizer or piece.key.endswith("|weight"):
+                    piece.data.copy_(saved.tensors[f"{name}|{piece.key}"][piece.box.index])
+                else:
+                    piece.data.zero_()
+            adapter.set_step(saved.about[name][1] if optimizer else 0)
             adapter.clear_gradients()
         self.refresh()
-
-
-def _gathered(mine: Sequence[AdapterSlice], rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the full tensors by key, on the CPU, on rank 0; an empty dict on other ranks. Collective over all ranks.
-
-    The first rank that holds a part sends it. A rank sends all its parts in one message.
-    """
-    held = share_json([[piece.key, list(piece.shape), piece.box.to_plain()] for piece in mine], device)
-    full: dict[str, torch.Tensor] = {}
-    taken: set[str] = set()
-    for owner, described in enumerate(held):
-        fresh = [number for number, (key, _, box) in enumerate(described) if f"{key} {box}" not in taken]
-        taken |= {f"{described[number][0]} {described[number][2]}" for number in fresh}
-        if not fresh or rank not in (0, owner):
-            continue
-        boxes = [Box.from_plain(described[number][2]) for number in fresh]
-        flat = torch.empty(sum(box.numel for box in boxes), device=device)
-        if rank == owner:
-            flat = torch.cat([mine[number].data.flatten() for number in fresh])
-        if owner != 0:
-            if rank == owner:
-                dist.send(flat, 0)
-            else:
-                dist.recv(flat, owner)
-        if rank == 0:
-            for number, box, part in zip(fresh, boxes, torch.split(flat, [box.numel for box in boxes]), strict=True):
-                key, shape, _ = described[number]
-                full.setdefault(key, torch.empty(shape))[box.index] = part.view(box.shape).cpu()
-    return full

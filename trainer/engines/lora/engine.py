@@ -132,7 +132,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             self._step = self._load_weights(directory, optimizer=optimizer)
             self._clear_gradients()
         if saved is not None:
-            self._open_adapters().restore(saved)
+            self._open_adapters().restore(saved, optimizer=optimizer)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""

@@ -59,8 +59,12 @@ def read_peft(
         ConfigError: The directory holds no adapter of this configuration and model; it names the key or tensor.
         StorageError: A file cannot be read.
     """
+    from safetensors.torch import load_file  # noqa: PLC0415 - optional
+
     _check_config(directory, _read_config(directory), config)
-    tensors = _read_tensors(directory)
+    path = directory / _TENSORS
+    with storage_errors("read", path):
+        tensors: dict[str, torch.Tensor] = load_file(_existing(path))
     found: dict[str, torch.Tensor] = {}
     wanted = {site.module: site for site in sites}
     targets = {site.target for site in sites}
@@ -194,15 +198,6 @@ def _check_config(directory: Path, found: Mapping[str, Any], config: LoraConfig)
 
 def _plain(value: Any) -> str:
     return ", ".join(sorted(value)) if isinstance(value, set) else repr(value)
-
-
-def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file  # noqa: PLC0415 - optional
-
-    path = directory / _TENSORS
-    with storage_errors("read", path):
-        tensors: dict[str, torch.Tensor] = load_file(_existing(path))
-    return tensors
 
 
 def _existing(path: Path) -> Path:

@@ -119,11 +119,7 @@ class MegatronEngine(ProgramEngine):
                 self._adapt(torch.device("cpu"))
 
     def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
-        def use(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
-            keep(indices, micro, computed)
-            return torch.zeros((), device=self._device)
-
-        self._run(batch, outputs, use, forward_only=True, top_k=top_k)
+        self._run(batch, outputs, keep, forward_only=True, top_k=top_k)
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
         (one,) = passes
@@ -282,7 +278,7 @@ class MegatronEngine(ProgramEngine):
         self,
         batch: TokenBatch,
         wanted: Collection[OutputName],
-        use: Callable[[list[int], MicroBatch, ModelOutputs], torch.Tensor],
+        use: Callable[[list[int], MicroBatch, ModelOutputs], torch.Tensor | None],
         *,
         forward_only: bool,
         top_k: int = 0,
@@ -290,7 +286,7 @@ class MegatronEngine(ProgramEngine):
         """Run this rank's share of `batch` through megatron-core's schedule: forward, and backward unless `forward_only`.
 
         On the last pipeline stage, `use` takes the indices of a micro-batch's sequences, the micro-batch and the model's outputs
-        for it, and returns its part of the loss. Returns how many tokens were computed, on that stage.
+        for it, and returns its part of the loss, if there is one. Returns how many tokens were computed, on that stage.
         """
         share, computed = self._micro_batches(batch), 0
         replayed = self._facts.shape if self.config.router_replay else None
@@ -304,9 +300,10 @@ class MegatronEngine(ProgramEngine):
                 nonlocal computed
                 computed += sum(laid_out.counts) if indices else 0
                 query = PassQuery.of_targets(micro, wanted, top_k)
-                answer = head_answer(hidden[0], head_of(chunk), row.asked(query), self._vocabulary)
+                answer = head_answer(hidden[0], head_of(chunk), row.layout.asked(query), self._vocabulary)
                 loss = use(indices, micro, ModelOutputs.at(query.rows, micro, answer))
-                return loss, torch.zeros((), dtype=torch.int, device=hidden.device), {}
+                nothing = torch.zeros((), dtype=torch.int, device=hidden.device)
+                return nothing.float() if loss is None else loss, nothing, {}
 
             return run_chunk(chunk, row), finish
 
@@ -351,7 +348,7 @@ class MegatronEngine(ProgramEngine):
         with frozen(self._chunks) if tokens.adapters else nullcontext():
             row = PackedRow.of(tokens.laid_out, self.config.megatron)
             (hidden,) = run_chunk(chunk, row)
-            return head_answer(hidden, head_of(chunk), row.asked(query), self._vocabulary)
+            return head_answer(hidden, head_of(chunk), row.layout.asked(query), self._vocabulary)
 
     def _run_backward(
         self, tokens: ProgramPass, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]

@@ -96,7 +96,7 @@ class MegatronAdapted:
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
         _refuse_linear_attention(self._model)
-        pieces, sites = parameter_pieces(self._chunks, self._model, self._at), []
+        pieces, sites = parameter_pieces(self._chunks, self._model, self._at), list[LoraSite]()
         for chunk in map(unwrapped, self._chunks):
             for module in chunk.decoder.layers.modules():
                 weight = module._parameters.get("weight")
@@ -115,7 +115,7 @@ class MegatronAdapted:
         for piece in pieces:
             by_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
         sites = tuple(self._site(module, held) for module, held in by_layer.items())
-        first, before = {}, 0
+        first, before = dict[str, int](), 0
         for site in sites:
             first[f"{site.module}.weight"] = before - site.held_rows[0]
             before += site.held_rows[1]

@@ -14,9 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ...config import MegatronConfig
 from ...data.sequences import MicroBatch
 from ..attention import Segments
-from ..head import PassQuery
 from ..hf.context_split import part_of
-from ..hf.heads import HeadQuery
 from ..hf.layout import Layout
 from ..hf.packed_attention import SEGMENTS
 from ..rank_collectives import ContextRanks
@@ -68,10 +66,6 @@ class PackedRow(PackedSeqParams):  # type: ignore[misc]  # megatron-core is unty
         device = layout.inputs["input_ids"].device
         starts = torch.tensor(offsets, dtype=torch.int32, device=device)  # as TransformerEngine takes them
         return cls("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, layout=layout)
-
-    def asked(self, query: PassQuery) -> HeadQuery:
-        """Return the request for outputs of the micro-batch."""
-        return HeadQuery(query, self.layout.micro, self.layout.places, self.layout.context)
 
 
 def _part_of(micro: MicroBatch, layout: MegatronConfig) -> tuple[Layout, list[int]]:
