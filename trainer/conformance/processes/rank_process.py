@@ -1,8 +1,7 @@
 """One rank of a training engine in a process of its own, and the operations that checks request from it.
 
-A request is ``{"op": name, ...arguments}``, where the name is that of a method of `RankProcess`, or else of its engine, and
-`to_plain` made the arguments. Its answer is ``{"ok": result, "s": seconds}`` or ``{"error": ..., "s": seconds}``. Tensors go to
-safetensors files, whose names the check chooses. The engine is used by its public methods only.
+A request is ``{"op": name, ...arguments}``. Its answer is ``{"ok": result, "s": seconds}`` or ``{"error": ..., "s": seconds}``.
+Tensors go to safetensors files, whose names the check chooses. The engine is used by its public methods only.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import Placement, dtype_of
 
 from ...config import TrainerConfig
-from ...engines.contract import SequenceOutputs, TrainingEngine
+from ...engines.contract import SequenceOutputs, StatePart, TrainingEngine
 from ...engines.optimizers.settings import AdamParams
 from ...engines.registry import training_engine_class
 from ...objectives.loss import OutputName
@@ -58,46 +57,46 @@ class RankProcess:
         self._reserved = reserve_port(HOST)
         return int(self._reserved.getsockname()[1])
 
-    def setup(self, engine: str, trainer: dict[str, Any], rank: int, port: int, model: Path, seed: int = 0) -> None:
+    def setup(self, engine: str, trainer: dict[str, Any], rank: int, port: int, model: str, seed: int = 0) -> None:
         """Close the current engine, if there is one, and set up a new one."""
         self.close()
         config = TrainerConfig.model_validate(trainer)
         self._engine = engine_class(engine)(config, rank, config.ranks, (HOST, port))
         try:
-            self._engine.setup(model, seed)
+            self._engine.setup(Path(model), seed)
         finally:
             if self._reserved is not None:
                 self._reserved.close()
                 self._reserved = None
 
-    def refusal(self, engine: str, trainer: dict[str, Any], model: Path) -> str:
+    def refusal(self, engine: str, trainer: dict[str, Any], model: str) -> str:
         """Return why the engine's ``check`` refuses a model; empty if it does not."""
         try:
-            engine_class(engine).check(TrainerConfig.model_validate(trainer), model)
+            engine_class(engine).check(TrainerConfig.model_validate(trainer), Path(model))
         except ConfigError as refused:
             return refused.message
         return ""
 
-    def outline(self, engine: str, trainer: dict[str, Any], rank: int, model: Path, wire_dtype: str) -> list[Any]:
+    def outline(self, engine: str, trainer: dict[str, Any], rank: int, model: str, wire_dtype: str) -> list[Any]:
         """Return the placement of a rank that does not run. The process must not be used afterwards."""
         config = TrainerConfig.model_validate(trainer)
         dist.init_process_group("fake", rank=rank, world_size=config.ranks)
         self._engine = engine_class(engine)(config, rank, config.ranks, ("", 0))
-        self._engine.outline(model)
+        self._engine.outline(Path(model))
         return self.placement(wire_dtype)
 
     def placement(self, wire_dtype: str) -> list[Any]:
         """Return which slices of which tensors this rank publishes, as plain data."""
         return list(Placement.of_shards(self.engine.local_shards(dtype_of(wire_dtype))).to_plain())
 
-    def forward(self, batch: BatchSpec, outputs: list[OutputName], file: str, top_k: int = 0) -> list[list[int]]:
+    def forward(self, batch: dict[str, Any], outputs: list[OutputName], file: str, top_k: int = 0) -> list[list[int]]:
         """Compute outputs for each call of a mini-batch, as `_write_outputs` writes them."""
-        found = [self.engine.forward(each, outputs, top_k) for each in batch.batches()]
+        found = [self.engine.forward(each, outputs, top_k) for each in BatchSpec.from_plain(batch).batches()]
         return _write_outputs(found, file)
 
     def forward_backward(
         self,
-        batch: BatchSpec,
+        batch: dict[str, Any],
         scale: float = 1.0,
         outputs: list[OutputName] | None = None,
         file: str = "",
@@ -107,16 +106,20 @@ class RankProcess:
 
         Unless `counted`, each call is to be a whole mini-batch.
         """
-        loss = three_terms(scale)
+        spec, loss = BatchSpec.from_plain(batch), three_terms(scale)
         # A mini-batch with a wrong token has the same counts as without it.
-        counts = batch.denominators() if counted else None
-        results = [self.engine.forward_backward(each, loss, counts, outputs or ()) for each in batch.batches()]
+        counts = spec.denominators() if counted else None
+        results = [self.engine.forward_backward(each, loss, counts, outputs or ()) for each in spec.batches()]
         rows = _write_outputs([result.outputs for result in results], file) if file else []
         return {"metrics": [dict(result.metrics) for result in results], "rows": rows}
 
     def optim_step(self, fail_at: int = -1, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Step, and note at every call of the fence what it names and what has changed by then. Call `fail_at` raises."""
         return noted_step(self.engine, fail_at, None if params is None else AdamParams(**params))
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradients of a mini-batch."""
+        self.engine.zero_grad()
 
     def shards(self, wire_dtype: str, file: str) -> list[dict[str, Any]]:
         """Write the data of every shard under its number to `file`; returns the shards' other fields."""
@@ -148,13 +151,29 @@ class RankProcess:
         """Advance the random state, and return the drawn numbers."""
         return list(torch.rand(3).tolist())
 
-    def export_hf(self, directory: Path, dtype: str = "float32") -> None:
-        """Export the model."""
-        self.engine.export_hf(directory, dtype_of(dtype))
+    def save(self, directory: str) -> None:
+        """Save the training state."""
+        self.engine.save(Path(directory))
 
-    def export_saved(self, engine: str, state: Path, model: Path, directory: Path, dtype: str) -> None:
+    def load(self, directory: str, optimizer: bool = True) -> None:
+        """Load a training state, or a model."""
+        self.engine.load(Path(directory), optimizer=optimizer)
+
+    def export_hf(self, directory: str, dtype: str = "float32") -> None:
+        """Export the model."""
+        self.engine.export_hf(Path(directory), dtype_of(dtype))
+
+    def export_saved(self, engine: str, state: str, model: str, directory: str, dtype: str) -> None:
         """Export a saved state with only an engine's class, no engine."""
-        engine_class(engine).export_saved(state, model, directory, dtype_of(dtype))
+        engine_class(engine).export_saved(Path(state), Path(model), Path(directory), dtype_of(dtype))
+
+    def offload(self, parts: list[StatePart]) -> None:
+        """Offload parts of the state."""
+        self.engine.offload(parts)
+
+    def onload(self, parts: list[StatePart]) -> None:
+        """Onload parts of the state."""
+        self.engine.onload(parts)
 
     def offloaded(self) -> list[str]:
         """Return the offloaded parts of the state, sorted."""
@@ -232,23 +251,6 @@ def _write_outputs(found: Sequence[Mapping[int, SequenceOutputs]], file: str) ->
     return [list(outputs) for outputs in found]
 
 
-def to_plain(argument: Any) -> Any:
-    """Return an argument of an operation as JSON."""
-    if isinstance(argument, BatchSpec):
-        return {"$batch": argument.to_plain()}
-    return {"$path": str(argument)} if isinstance(argument, Path) else argument
-
-
-def from_plain(plain: Any) -> Any:
-    """Return the argument that `to_plain` turned into JSON."""
-    match plain:
-        case {"$batch": batch}:
-            return BatchSpec.from_plain(batch)
-        case {"$path": path}:
-            return Path(path)
-    return plain
-
-
 def serve(requests: JsonSocket) -> None:
     """Answer requests until the other end of the socket closes."""
     torch.set_num_threads(1)
@@ -257,12 +259,10 @@ def serve(requests: JsonSocket) -> None:
     while (request := requests.receive()) is not None:
         started = time.monotonic()
         request.pop("deadline_s", None)  # the requesting process enforces it
-        name = request.pop("op")
-        arguments = {key: from_plain(value) for key, value in request.items()}
+        operation: Callable[..., Any] = getattr(rank, request.pop("op"))
         answer: dict[str, Any]
         try:
-            operation: Callable[..., Any] = getattr(rank if hasattr(RankProcess, name) else rank.engine, name)
-            answer = {"ok": operation(**arguments)}
+            answer = {"ok": operation(**request)}
         except Exception as error:  # noqa: BLE001 - the check raises it
             answer = {"error": error_to_json(error)}
         requests.send({**answer, "s": time.monotonic() - started})

@@ -12,7 +12,6 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.ckpt_engines.conformance.processes.pool import Pool, RemoteHalf
 
 from ..batches import BatchSpec
-from .rank_process import to_plain
 
 MODULE = f"{__package__}.rank_process"
 """The module that a rank's process runs."""
@@ -46,8 +45,8 @@ class Team:
             rank.name = f"rank {number}"
 
     def start(self, rank: RemoteHalf, op: str, /, **arguments: Any) -> None:
-        """Request an operation of `RankProcess`, or of its engine, from one rank."""
-        rank.start(op, **{"deadline_s": self._deadline_s, **{name: to_plain(each) for name, each in arguments.items()}})
+        """Request an operation of `RankProcess` from one rank. Batches and paths are sent as JSON."""
+        rank.start(op, **{"deadline_s": self._deadline_s, **{name: _plain(each) for name, each in arguments.items()}})
 
     def all(self, op: str, **arguments: Any) -> list[Any]:
         """Run an operation on every rank and return the results. Raises the first error, after all ranks have answered."""
@@ -200,3 +199,9 @@ class Team:
 def slices(shard: Mapping[str, Any], data: torch.Tensor) -> tuple[slice, ...]:
     """Return the index of `data`, the data of `shard`, in its full tensor."""
     return tuple(slice(start, start + size) for start, size in zip(shard["starts"], data.shape, strict=True))
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, BatchSpec):
+        return argument.to_plain()
+    return str(argument) if isinstance(argument, Path) else argument

@@ -60,13 +60,16 @@ def forward(
     first: int,
     chunk_bytes: int,  # noqa: ARG001 - no chunk of logits is in memory
 ) -> LogitSums:
-    """Compute sums over logits; arguments are those of `chunks.forward`, with at least one row.
+    """Compute sums over logits; arguments are those of `chunks.forward`.
 
     For each `_MOST_KEPT` of the `top_k` tokens that are wanted, the programs go over the vocabulary once.
     """
     rows, vocabulary = len(terms.hidden), len(terms.weight)
     device = terms.hidden.device
     chosen = torch.zeros(labels.shape, dtype=torch.float32, device=device)
+    if not rows:
+        nothing = torch.zeros(0, dtype=torch.float32, device=device)
+        return LogitSums(nothing, nothing.clone(), chosen, torch.empty((0, top_k), dtype=torch.int64, device=device))
     terms = _row_major(terms)
     blocks = DTYPES[terms.hidden.dtype]
     row_blocks = -(-rows // blocks["BLOCK_ROWS"])
@@ -120,6 +123,11 @@ def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, boo
     by_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wanted[0] else None
     by_weight = torch.empty_like(weight) if wanted[1] else None
     by_bias = torch.empty(vocabulary, dtype=torch.float32, device=weight.device) if wanted[2] else None
+    if not rows:
+        for empty in (by_weight, by_bias):
+            if empty is not None:
+                empty.zero_()
+        return by_hidden, by_weight, by_bias
     blocks = DTYPES[hidden.dtype]
     columns = max(1, chunk_bytes // (rows * hidden.itemsize * blocks["BLOCK_COLUMNS"])) * blocks["BLOCK_COLUMNS"]
     buffer = torch.empty(rows * min(columns, vocabulary), dtype=hidden.dtype, device=hidden.device)

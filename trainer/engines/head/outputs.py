@@ -90,7 +90,7 @@ class _Head(torch.autograd.Function):
         local = labels - first
         local = torch.where(counts & (local >= 0) & (local < len(weight)), local, -1)
         terms = HeadTerms(hidden, weight, bias, temperatures, transform)
-        way = cuda_kernels if len(hidden) and _by_kernels(hidden) else chunks
+        way = cuda_kernels if _by_kernels(hidden) else chunks
         sums: LogitSums = way.forward(
             terms, local, entropy=with_entropy, top_k=top_k, first=first, chunk_bytes=chunk_bytes
         )
@@ -121,7 +121,7 @@ class _Head(torch.autograd.Function):
             by_entropy if ctx.with_entropy else None,
         )
         terms = HeadTerms(hidden, weight, bias, temperatures, ctx.transform)
-        way = cuda_kernels if len(hidden) and _by_kernels(hidden) else chunks
+        way = cuda_kernels if _by_kernels(hidden) else chunks
         found = way.backward(terms, slopes, ctx.needs_input_grad[:3], ctx.chunk_bytes)
         inputs = (hidden, weight, bias)
         return *(each if each is None else each.to(to.dtype) for each, to in zip(found, inputs, strict=True)), *[

@@ -7,7 +7,7 @@ sees more than one token, so the rest of the model runs as it is on the rank's o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -20,6 +20,32 @@ from ..attention import Bounds, GatheredKeys, Segments
 from ..rank_collectives import ContextRanks
 from .layout import Layout
 from .packed_attention import SEGMENTS, can_pack
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """The tokens of a row that one of several ranks computes."""
+
+    own: torch.Tensor
+    """int64 [tokens]: which of the row's tokens they are, one after the other."""
+    segments: Segments
+    """The segments of these tokens, which say what each of them sees."""
+    _here: torch.Tensor
+    """int64 [all tokens of the row]: where each is among them, outside of their number if it isn't."""
+
+    @classmethod
+    def of(
+        cls, segments: Segments, blocks: Sequence[Sequence[Bounds]], ranks: ContextRanks, device: torch.device
+    ) -> RowPart:
+        """Take this rank's of the `blocks`, which are as many tokens on every rank, and all tokens of the row together."""
+        held = torch.stack([torch.cat([torch.arange(*block) for block in bounds]) for bounds in blocks]).to(device)
+        keys, own = GatheredKeys(held.flatten().argsort(), ranks.group), held[ranks.index]
+        return cls(own, segments.part(blocks[ranks.index], keys), keys.order - ranks.index * len(own))
+
+    def places(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return where `tokens` of the row, int64, are among those of this rank; -1 for those that other ranks compute."""
+        here = self._here[tokens]
+        return torch.where((here >= 0) & (here < len(self.own)), here, -1)
 
 
 def check_context(config: TrainerConfig, skeleton: torch.nn.Module) -> None:
@@ -42,39 +68,22 @@ def split_layout(layout: Layout, ranks: ContextRanks) -> Layout:
     The last token of every rank is padding at the row's last position: rotary frequencies that depend on the longest sequence are
     then the same on every rank.
     """
-    tokens, positions = layout.inputs["input_ids"], layout.inputs["position_ids"]
-    blocks = balanced_blocks(layout.inputs[SEGMENTS].costs(), ranks.count)
+    segments: Segments = layout.inputs[SEGMENTS]
+    tokens, positions = layout.inputs["input_ids"][0], layout.inputs["position_ids"][0]
+    blocks = balanced_blocks(segments.costs(), ranks.count)
     stop = max(bounds[-1][1] for bounds in blocks)
     blocks = [[*bounds, (stop + index, stop + index + 1)] for index, bounds in enumerate(blocks)]
-    added = stop + ranks.count - tokens.numel()
-    padded = {
-        **layout.inputs,
-        "input_ids": torch.nn.functional.pad(tokens, (0, added)),
-        "position_ids": torch.cat([positions, positions.max().expand(1, added)], 1),
-    }
-    return part_of(replace(layout, inputs=padded), blocks, ranks)
-
-
-def part_of(layout: Layout, blocks: Sequence[Sequence[Bounds]], ranks: ContextRanks) -> Layout:
-    """Return the tokens of a row that this rank computes.
-
-    `blocks` has runs of tokens for every rank: as many tokens on each, and all of the row together.
-    """
-    tokens = layout.inputs["input_ids"][0]
-    held = torch.stack([torch.cat([torch.arange(*block) for block in bounds]) for bounds in blocks]).to(tokens.device)
-    keys, own, mine = GatheredKeys(held.flatten().argsort(), ranks.group), held[ranks.index], blocks[ranks.index]
-    here = (keys.order - ranks.index * len(own))[layout.places]
-    segments: Segments = layout.inputs[SEGMENTS]
+    part = RowPart.of(segments, blocks, ranks, tokens.device)
+    added = stop + ranks.count - len(tokens)
+    parts = pairwise([0, *list(accumulate(layout.counts))[:-1], stop + ranks.count])
     inputs = {
         **layout.inputs,
-        "input_ids": tokens[own][None],
-        "position_ids": layout.inputs["position_ids"][0][own][None],
-        SEGMENTS: segments.part(mine, keys),
+        "input_ids": torch.nn.functional.pad(tokens, (0, added))[part.own][None],
+        "position_ids": torch.cat([positions, positions.max().expand(added)])[part.own][None],
+        SEGMENTS: part.segments,
     }
-    parts = pairwise([0, *list(accumulate(layout.counts))[:-1], len(tokens)])
-    runs = tuple(_common(mine, each) for each in parts)
-    places = torch.where((here >= 0) & (here < len(own)), here, -1)
-    return replace(layout, places=places, inputs=inputs, runs=runs, context=ranks)
+    runs = tuple(_common(blocks[ranks.index], each) for each in parts)
+    return replace(layout, places=part.places(layout.places), inputs=inputs, runs=runs, context=ranks)
 
 
 def _common(blocks: Sequence[Bounds], part: Bounds) -> int:

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from ...config import MegatronConfig
 from ...data.sequences import MicroBatch
 from ..attention import Segments
-from ..hf.context_split import part_of
+from ..hf.context_split import RowPart
 from ..hf.layout import Layout
 from ..hf.packed_attention import SEGMENTS
 from ..rank_collectives import ContextRanks
@@ -94,9 +94,10 @@ def _part_of(micro: MicroBatch, layout: MegatronConfig) -> tuple[Layout, list[in
         ]
         for rank in range(count)
     ]
-    row = {"input_ids": tokens[None], "position_ids": positions[None], SEGMENTS: Segments(bounds, (), device)}
+    part = RowPart.of(Segments(bounds, (), device), of_ranks, ranks, device)
+    row = {"input_ids": tokens[part.own][None], "position_ids": positions[part.own][None], SEGMENTS: part.segments}
     counts = (len(micro.tokens),)
-    return part_of(Layout(micro, places, row, counts, counts), of_ranks, ranks), offsets.tolist()
+    return Layout(micro, part.places(places), row, counts, (len(part.own),), ranks), offsets.tolist()
 
 
 def run_chunk(chunk: Any, row: PackedRow) -> torch.Tensor:
