@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +27,7 @@ def measure(settings: Sequence[str], *, as_json: bool, out: Path | None, **value
     chosen = BenchSettings.checked(options=_options(settings), **values)
     if out is not None and not out.resolve().parent.is_dir():
         raise ConfigError(f"there is no directory {out.resolve().parent} to write {out.name} to.", part=_PART)
-    with own_stdout() as stdout, _terminable():
+    with own_stdout() as stdout:
         shown = console(sys.stderr if as_json else stdout, soft_wrap=False)
         found = run_bench(chosen, lambda text: shown.print(text, style="dim", markup=False))
         if not isinstance(found, BenchReport):
@@ -51,23 +47,6 @@ def measure(settings: Sequence[str], *, as_json: bool, out: Path | None, **value
         except OSError as error:
             raise StorageError(f"{out} cannot be written: {error}.", part=_PART) from error
     return found.verified
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the block, and everything that the block started, as Ctrl-C does."""
-
-    def end(*_: object) -> None:
-        raise asyncio.CancelledError
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:

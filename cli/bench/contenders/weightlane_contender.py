@@ -213,7 +213,7 @@ class RowContender:
         syncing = asyncio.create_task(self._coordinator.sync(version))
         try:
             await asyncio.wait({publishing, syncing}, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
+        except BaseException:
             # Otherwise threads that wait for the processes would keep an interrupted command from ending.
             self.processes.close()
             self._coordinator.close()
