@@ -50,8 +50,8 @@ def test_the_table_of_hooks_names_every_hook_and_the_process_that_its_specificat
 
 
 def test_every_variable_and_every_series_is_named() -> None:
-    for builtin in OBSERVERS:
-        assert f"`{builtin.variable}`" in PAGE
+    for variable in OBSERVERS:
+        assert f"`{variable}`" in PAGE
     registry = PrometheusObserver()._metrics.registry
     for family in registry.collect():
         name = family.name.removeprefix("weightlane_") + ("_total" if family.type == "counter" else "")
