@@ -75,8 +75,8 @@ class _StreamEnd(Generic[_Link]):
     """One end of a stream. It serves one connection: after an error, or `close`, another one takes its place."""
 
     def __init__(self, link: _Link, timeout_s: float) -> None:
-        self._link, self._timeout_s = link, timeout_s
-        self._connected = False
+        self._link: _Link = link
+        self._timeout_s, self._connected = timeout_s, False
 
     def address(self) -> dict[str, Any]:
         """Return the address of this end for a topology, as JSON data."""
