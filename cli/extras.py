@@ -25,6 +25,7 @@ COMMANDS = {
     "conformance": ("conformance",),
     "conformance --training": ("conformance", "hf"),
     "conformance --rollout": ("conformance", "hf"),
+    "bench --out": ("plot",),
 }
 """Extras that each command needs. ``check`` needs those of the command that its file is for."""
 

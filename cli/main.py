@@ -93,19 +93,24 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the report as JSON.", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Also write the report to *.json, or draw it to *.png, *.svg, ...; repeatable."
+        ),
     ] = None,
 ) -> None:
     """Measure what a sync costs on this machine, beside plain copies, bare transports and a blocking sync.
 
     Exit code 1 if no engine can run, or if a receiver got wrong bytes.
     """
+    if any(file.suffix != ".json" for file in out or ()):
+        require("bench --out")
     from .commands.bench import measure
 
     verified = measure(
         settings or [],
         as_json=as_json,
-        out=out,
+        out=out or [],
         engines=tuple(engine or ["shm"]),
         codecs=tuple(codec or ["dense"]),
         integrity=tuple(integrity or ["full"]),

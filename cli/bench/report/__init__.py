@@ -1,1 +1,1 @@
-"""The report of a benchmark: its data and tables."""
+"""The report of a benchmark: its data, tables and plot."""

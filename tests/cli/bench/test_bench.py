@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from weightlane.cli.bench.measure import run_bench
 from weightlane.cli.bench.processes.processes import Processes
 from weightlane.cli.bench.report.bench_report import BenchReport
 from weightlane.cli.bench.report.latency_fit import LatencyFit
+from weightlane.cli.bench.report.plot import plot_title
 from weightlane.cli.bench.settings import BenchSettings
 from weightlane.cli.bench.workload.workload import named_workload
 
@@ -63,23 +65,25 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Processes]]:
         wait_until_gone(processes.pids)
 
 
-def test_tables_and_a_report_that_holds_exactly_what_it_promises_come_of_one_run(
+def test_tables_a_plot_and_a_report_that_holds_exactly_what_it_promises_come_of_one_run(
     started: list[Processes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = SimpleNamespace(checked=partial(BenchSettings.checked, loop_s=0.05))
     monkeypatch.setattr("weightlane.cli.commands.bench.BenchSettings", short)
-    json_file, work = tmp_path / "report.json", tmp_path / "work"
+    json_file, plot_file, work = tmp_path / "report.json", tmp_path / "report.png", tmp_path / "work"
     work.mkdir()
     result = run(
         "bench", "--engine", "shm", "--engine", "filesystem", "--engine", "hccl", "--codec", "fp8", "--codec", "dense",
         "--receivers", "1", "--rounds", "1", "--density", "0.5", "--loops", "--fit", "--deadline-s", str(HANG_S),
-        "--work-dir", str(work), "--set", "shm.max_shared_mib=64", "--out", str(json_file),
+        "--work-dir", str(work), "--set", "shm.max_shared_mib=64", "--out", str(json_file), "--out", str(plot_file),
         columns=220,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     for text in ("tiny: 24 tensors", "shm", "yes", "torch_npu is not installed", "every receiver copies it at once"):
         assert text in result.output
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
     report = BenchReport.model_validate_json(json_file.read_text())
+    assert re.search(r"^\w+: rollout stops for .*x one copy", plot_title(report))
     plain = report.model_dump(mode="json")
     assert set(plain) == {"machine", "setup", "limits", "blocking", "rows", "unavailable", "notes"}
     assert set(plain["limits"]) == {"memcpy_s", "memcpy_all_receivers_s", "copy_in_then_out_s"}
@@ -153,6 +157,7 @@ def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name_and_leaves_no
         (["--rounds", "0"], 2, "rounds: Input should be greater than or equal to 1 (got 0)"),
         (["--set", "gloo.host=1"], 2, "options are given for gloo, which is not measured"),
         (["--out", "/nowhere/at/all.json"], 2, "there is no directory /nowhere/at"),
+        (["--out", "report.docx"], 2, "report.docx does not end with a format that matplotlib can write. Formats: "),
         (["--set", "shm=1"], 2, "--set 'shm=1' does not have the form engine.key=value"),
         (["--rounds", "many"], 2, "Usage: "),
     ],

@@ -32,7 +32,7 @@ PROMISED = {
     "trainer/loop/environments/agents": ("service",),
     "rollout": ("vllm", "ray", "server"),
     "rollout/conformance": ("conformance", "hf"),
-    "cli": ("ray",),
+    "cli": ("ray", "plot"),
 }
 """Extras with which a folder promises to work in full. The longest folder that holds a module counts."""
 UNDECLARED = {"torch_npu": "ckpt_engines/engines/torch_distributed"}

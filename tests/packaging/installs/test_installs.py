@@ -53,6 +53,7 @@ LACKING = {
     ("conformance", "fsdp2"): ("conformance", "hf"),
     ("conformance", "--training", "file.py:Engine"): ("conformance", "hf"),
     ("conformance", "transformers"): ("conformance", "hf"),
+    ("bench", "--out", "x.png"): ("plot",),
 }
 """Commands as a user types them, and the extras that README says they need. Each of them says so before it loads anything."""
 WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
@@ -72,6 +73,7 @@ WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
     "ray": {
         ("sft", "sft.toml"): (2, "there is no model directory"),
         ("sft", "sft.toml", "--set", "trainer.engine=megatron"): (2, "pip install 'weightlane[megatron]'"),
+        ("bench", "--out", "x.nothing"): (2, "does not end with a format"),
     },
     "vllm": {
         ("plan", "rl.toml"): (2, "there is no model directory"),
