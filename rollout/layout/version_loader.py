@@ -25,11 +25,11 @@ from ..contract.loader import RankLoader
 from ..contract.rank_group import RankGroup
 from .loading.derived import StaleView
 from .loading.model_errors import hint_for
+from .map.coverage import Reads, target_coverage
 from .map.layout_map import LayoutMap, Refusal, SourceSpec
 from .map.needs import needed_boxes, needed_placement
 from .proof.rehearsal import Rehearsal
 from .rank_model import RankModel
-from .sleep import replaced_storages
 from .trace.loading_reads import read_by_loading, unread_by_loading
 from .trace.trace import trace_loading
 from .write.commit_plan import CommitPlan
@@ -81,8 +81,19 @@ class VersionLoader(RankLoader):
         return None if self._writer is None else self._writer.plan
 
     def replaced_storages(self) -> dict[int, torch.UntypedStorage]:
-        """The memory of which every version writes every byte, by torch's id of the storage; see `replaced_storages`."""
-        return {} if self.plan is None or self.method is None else replaced_storages(self._rank.model, self.method)
+        """The memory of which every version writes every byte, by torch's id of the storage.
+
+        Tensors that go through vLLM's own loading do not count, nor does a storage that is larger than what is written.
+        """
+        if self.plan is None:
+            return {}
+        live = dict((*self._rank.model.named_parameters(), *self._rank.model.named_buffers()))
+        found = {}
+        for name, counts in target_coverage(self.plan.layout).items():
+            storage = live[name].untyped_storage()
+            if not counts.unmapped and storage.nbytes() == live[name].numel() * live[name].itemsize:
+                found[storage._cdata] = storage
+        return found
 
     @property
     def takes_deltas(self) -> bool:
@@ -243,7 +254,7 @@ class VersionLoader(RankLoader):
         fact: dict[str, Any] = {}
         try:
             layout = trace_loading(self._rank.model, self._signature)
-            fact["layout"] = layout.to_plain()
+            fact["reads"] = Reads.of(layout).to_plain()
         except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the version is then loaded without copies
             fact["error"] = untraceable(cause).why
         facts = group.gather(fact)
@@ -251,8 +262,8 @@ class VersionLoader(RankLoader):
         if errors or layout is None:
             method = full_reload([Refusal("the model", error) for error in errors])
         else:
-            layouts = [LayoutMap.from_plain(fact["layout"]) for fact in facts]
-            method = choose_write_method(self._rank.model, layout, layouts)
+            reads = [Reads.from_plain(fact["reads"]) for fact in facts]
+            method = choose_write_method(self._rank.model, layout, reads)
         if method.kind is WriteKind.RELOAD:
             logger.warning("weightlane: versions go through vLLM's own loading: %s", method.summary)
         elif method.kind is WriteKind.MIXED:
