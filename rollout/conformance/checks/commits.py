@@ -151,7 +151,7 @@ async def _across(serving: Serving, tensors: Mapping[str, torch.Tensor]) -> tupl
         tasks.extend(asyncio.create_task(one_after_the_other(length)) for length in _LENGTHS)
         await serving.tokens(2 * len(tasks), tasks)
 
-    serving.gate.before_commit = begin
+    serving.replica.before_commit = begin
     try:
         report = await serving.sync(tensors)
         committed.set()
