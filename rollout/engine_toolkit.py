@@ -1,8 +1,8 @@
 """Parts for rollout engines of other distributions, beside the contract.
 
 `ReceivingRank` follows a publisher and stages versions, `LiveWeights` commits them and rolls them back by a `RankLoader` that the
-engine writes, and `Answer` turns logits into a completion. The package ``weightlane-rollout-engine-template`` is an engine that
-is made of these parts.
+engine writes, and `Answer` turns logits into a completion. `OneRankEngine` puts them together for an engine with one rank in the
+replica's own process. The package ``weightlane-rollout-engine-template`` is an engine that is made of these parts.
 
 >>> from weightlane.rollout import engine_toolkit as toolkit
 >>> toolkit.RolloutCapabilities(summary="Generates with pen and paper.").commit_modes
@@ -10,7 +10,8 @@ frozenset({'staged'})
 """
 
 from .commit.live_weights import LiveWeights
-from .commit.receiving_rank import ReceivingRank, connecting_within, updating_within
+from .commit.one_rank_engine import OneRankEngine, RunningUpdate, limited
+from .commit.receiving_rank import ReceivingRank
 from .commit.remote_failure import RemoteFailureError, quarantined, untouched
 from .commit.transfer_calls import ConnectRequest, UpdateRequest
 from .config import RolloutConfig
@@ -30,6 +31,7 @@ __all__ = [
     "ConnectRequest",
     "GenerationRequest",
     "LiveWeights",
+    "OneRankEngine",
     "PlannedNeeds",
     "RankGroup",
     "RankLoader",
@@ -38,14 +40,14 @@ __all__ = [
     "RolloutCapabilities",
     "RolloutConfig",
     "RolloutEngine",
+    "RunningUpdate",
     "Sampling",
     "UpdateFigures",
     "UpdateRequest",
-    "connecting_within",
     "expectation_of",
+    "limited",
     "quarantined",
     "read_config",
     "tokenizer_for_stop_strings",
     "untouched",
-    "updating_within",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 
+from ...contract.http_calls import HttpCalls
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
 
@@ -37,6 +39,14 @@ def body_of(request: GenerationRequest, rid: str, *, vocab_size: int, seeds: boo
         "top_logprobs_num": max(sampling.top_logprobs, sampling.prompt_logprobs or 0),
         **({"return_sampling_mask": True, "sampling_logprobs_mode": "support"} if narrowed else {}),
     }
+
+
+async def chunks_of(calls: HttpCalls, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    """Post `body` to ``/generate``, and yield the chunks of the answer."""
+    async with aclosing(calls.events("generate", {**body, "stream": True})) as events:
+        async for event in events:
+            if event.startswith(b"{"):  # the last one is no chunk
+                yield calls.parsed("generate", event.decode())
 
 
 def is_narrowed(request: GenerationRequest) -> bool:
