@@ -20,8 +20,7 @@ from .contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, U
 from .contract.loader import RankLoader
 from .contract.rank_group import RankGroup
 from .contract.records import Completion
-from .contract.requests import GenerationRequest, Sampling
-from .contract.stop_tokenizer import tokenizer_for_stop_strings
+from .contract.requests import GenerationRequest, Sampling, tokenizer_for_stop_strings
 from .engines.transformers.model_files import read_config
 from .layout.loading.checkpoint_expectation import expectation_of
 

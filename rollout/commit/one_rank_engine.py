@@ -18,8 +18,7 @@ from ..config import RolloutConfig
 from ..contract.engine import RolloutEngine, UpdateFigures
 from ..contract.loader import RankLoader
 from ..contract.rank_group import RankGroup
-from ..contract.requests import GenerationRequest
-from ..contract.stop_tokenizer import tokenizer_for_stop_strings
+from ..contract.requests import GenerationRequest, tokenizer_for_stop_strings
 from .live_weights import LiveWeights
 from .receiving_rank import ReceivingRank, not_connected
 from .remote_failure import RemoteFailureError, quarantined, untouched

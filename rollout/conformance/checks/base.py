@@ -19,8 +19,7 @@ from ...contract.engine import RolloutEngine
 from ...contract.records import Completion
 from ...contract.registry import registered_rollout_engine
 from ...contract.requests import Sampling
-from ..models import MODELS, make_model
-from ..reference import Reference
+from ..models import MODELS, Reference, make_model
 from ..serving import Serving
 
 LOGPROB_LIMIT = 1e-4

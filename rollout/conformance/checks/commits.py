@@ -10,8 +10,7 @@ import torch
 
 from ...contract.engine import RolloutEngine
 from ...contract.records import Completion
-from ..models import PROMPT, VOCABULARY
-from ..reference import Reference
+from ..models import PROMPT, VOCABULARY, Reference
 from ..serving import Serving
 from .base import RolloutConformanceBase, ServingMaker, Versions, expect_greedy
 

@@ -11,9 +11,8 @@ import torch
 from weightlane.ckpt_engines import CommitError, QuarantinedError, SyncAbortedError, UntouchedError, WeightlaneError
 
 from ...contract.records import Completion
-from ..models import PROMPT
+from ..models import PROMPT, Reference
 from ..publishing import OneRankTrainer, RefusingReplica
-from ..reference import Reference
 from ..serving import Serving
 from .base import LOGPROB_LIMIT, RolloutConformanceBase, expect_greedy, failure_of
 

@@ -35,7 +35,7 @@ from ...contract.http_calls import HttpCalls
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
 from ...layout.loading.checkpoint_expectation import expectation_of
-from .generation import Answer, body_of, chunks_of
+from .generation import StreamedAnswer, body_of, chunks_of
 from .loader import SglangLoader
 from .process import ServerProcess, options_of
 from .server_facts import ServerFacts, check_answers, checkpoint_facts, served_facts
@@ -55,7 +55,7 @@ _UNCHANGED = "Failed to get weights iterator"
 @dataclass
 class _Request:
     rid: str
-    answer: Answer
+    answer: StreamedAnswer
     reading: asyncio.Task[Completion]
     prompt_tokens: int
 
@@ -118,7 +118,8 @@ class SglangEngine(OneRankEngine):
                 if options.server:
                     self._calls = HttpCalls(options.server, options.api_key, self.name, _KIND)
                 else:
-                    self._process = ServerProcess(
+                    self._process = await asyncio.to_thread(
+                        ServerProcess,
                         self.config,
                         self.model_dir,
                         dtype=wanted.dtype,
@@ -169,7 +170,7 @@ class SglangEngine(OneRankEngine):
             )
         tokenizer = await self.tokenizer_for(request)
         # Of equal length, because an abort ends all requests whose id begins with the one it names.
-        rid, answer = uuid.uuid4().hex, Answer(request, tokenizer, self.name)
+        rid, answer = uuid.uuid4().hex, StreamedAnswer(request, tokenizer, self.name)
         reading = asyncio.create_task(self._read(rid, request, answer, arrived))
         self._requests[request.key] = _Request(rid, answer, reading, len(request.prompt_ids))
         try:
@@ -187,7 +188,7 @@ class SglangEngine(OneRankEngine):
                 await asyncio.wait([reading])
 
     async def _read(
-        self, rid: str, request: GenerationRequest, answer: Answer, arrived: Callable[[int], None]
+        self, rid: str, request: GenerationRequest, answer: StreamedAnswer, arrived: Callable[[int], None]
     ) -> Completion:
         """Read the answer to a request. However this ends, the server ends the request, too."""
         assert self._facts is not None, "started"
@@ -197,7 +198,7 @@ class SglangEngine(OneRankEngine):
         try:
             async with aclosing(chunks_of(calls, body)) as chunks:
                 async for chunk in chunks:
-                    if tokens := answer.add(chunk):
+                    if tokens := answer.add_chunk(chunk):
                         arrived(tokens)
                     if answer.complete:
                         return answer.completion()
