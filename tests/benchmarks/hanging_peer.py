@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
+from functools import partial
 
 from benchmarks.peers.methods import PeerMethods
 from weightlane.cli.bench.processes import worker
@@ -12,12 +12,11 @@ from weightlane.cli.bench.processes import worker
 
 class HangingMethods(PeerMethods):
     def open_copies(self) -> None:
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
 
     def copy_aside(self, at: float) -> tuple[float, float]:
         time.sleep(3600)
         return at, at
 
 
-def serve(*arguments: object) -> None:
-    worker.serve(*arguments, HangingMethods)  # type: ignore[arg-type]
+serve = partial(worker.serve, kind=HangingMethods)

@@ -26,14 +26,6 @@ def tmpfs(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert list(Path(folder).iterdir()) == []
 
 
-def module(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.peers.{name}")
-
-
-def offspring() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
 def options(**changed: Any) -> argparse.Namespace:
     defaults = {"model": "tiny", "receivers": 1, "rounds": 1, "passes": 1, "turn_s": NEVER_S, "deadline_s": HANG_S}
     return argparse.Namespace(**{**defaults, **changed})
@@ -42,32 +34,32 @@ def options(**changed: Any) -> argparse.Namespace:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("tmpfs")
 def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType) -> None:
-    name, before = "copy-in-then-out", offspring()  # other tests' forkserver
+    name, before = "copy-in-then-out", {*psutil.Process().children(recursive=True)}  # other tests' forkserver
     report = peers.run(options(), [name])
     (row,) = report["rows"]
     assert (row["name"], row["rounds"]) == (name, 1)
     assert row["verified"], report
     assert all(row[figure]["median"] > 0 for figure in ("rollout_blocked_s", "latency_s", "trainer_blocked_s"))
-    assert offspring() == before
-    assert f"| {name} |" in module("report").text(report)
+    assert {*psutil.Process().children(recursive=True)} == before
+    assert f"| {name} |" in importlib.import_module("benchmarks.peers.report").text(report)
 
 
 def row_of(name: str, seconds: float, limit_s: float, *, verified: bool = True) -> dict[str, Any]:
     """A row as one run gives it in which `memcpy-all` took `limit_s`."""
-    catalogue = module("catalogue").CATALOGUE
+    catalogue = importlib.import_module("benchmarks.peers.catalogue").CATALOGUE
 
     def found(took_s: float) -> dict[str, Any]:
         times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
         return {"rounds": [{"warm_up": number == 0, "verified": verified, **times} for number in range(2)]}
 
     both = {"memcpy-all": found(limit_s), name: found(seconds)}
-    row: dict[str, Any] = module("report").rows_of(catalogue, both)[-1]
+    row: dict[str, Any] = importlib.import_module("benchmarks.peers.report").rows_of(catalogue, both)[-1]
     return row
 
 
 @pytest.mark.usefixtures("peers")
 def test_rows_compare_by_what_they_are_of_their_own_runs_limit_with_the_fastest_through_the_same() -> None:
-    report = module("report")
+    report = importlib.import_module("benchmarks.peers.report")
     rows = [
         row_of("nixl", 4.0, 2.0),
         row_of("ray-object-store", 3.0, 1.0),
@@ -95,7 +87,7 @@ def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(
     reason = report["rows"][0]["unavailable"]
     assert "no_such_module_at_all" in reason
     assert reason.endswith("pip install ray")
-    assert "cannot run here: no_such_module_at_all" in module("report").text(report)
+    assert "cannot run here: no_such_module_at_all" in importlib.import_module("benchmarks.peers.report").text(report)
 
 
 def test_a_peer_that_hangs_is_ended_with_all_its_processes(
@@ -107,11 +99,11 @@ def test_a_peer_that_hangs_is_ended_with_all_its_processes(
     @contextlib.contextmanager
     def hanging(turn: Any) -> Iterator[Any]:
         with copies(turn):
-            family.update(offspring() - before)
+            family.update({*psutil.Process().children(recursive=True)} - before)
             receiver = turn.processes.receivers[0]
             yield lambda: receiver.call("copy_aside", 0.0, timeout_s=0.1)
 
-    before = offspring()
+    before = {*psutil.Process().children(recursive=True)}
     replaced(peers, monkeypatch, "memcpy", opened=hanging)
     report = peers.run(options(), ["memcpy"])
     (row,) = report["rows"]

@@ -1,4 +1,4 @@
-"""A running `weightlane train` that a benchmark disturbs, the processes below it, and what they must not leave behind."""
+"""A running `weightlane train` that a benchmark watches, the processes below it, and what they must not leave behind."""
 
 from __future__ import annotations
 
@@ -27,31 +27,39 @@ Settings = Mapping[str, Mapping[str, object]]
 """Values of a run's configuration, by section and key."""
 
 
-class DisturbedRun:
+class WatchedRun:
     """A run of the configuration `config`, in which `settings` replace others. It writes its files to `directory`.
 
     The processes that `replicas` has seen are those whose end `left_behind` waits for.
     """
 
-    def __init__(self, config: Path, directory: Path, settings: Settings) -> None:
+    def __init__(
+        self,
+        config: Path,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        settings: Settings | None = None,
+    ) -> None:
         self.directory, self._log = directory, directory.with_suffix(".log")
-        chosen = [f"--set={part}.{key}={value}" for part, keys in settings.items() for key, value in keys.items()]
+        chosen = [
+            f"--set={part}.{key}={value}" for part, keys in (settings or {}).items() for key, value in keys.items()
+        ]
         self._temporary = Path(tempfile.mkdtemp(prefix="wl-"))  # short: Ray's sockets lie in it
         with self._log.open("w") as out:
             command = [WEIGHTLANE, "train", str(config), "--plain", f"--set=run.dir={directory}", *chosen]
-            environment = os.environ | {"TMPDIR": str(self._temporary)}
-            self._process = psutil.Popen(command, stdout=out, stderr=out, env=environment)
+            own = {"TMPDIR": str(self._temporary), **(environment or {})}
+            self._process = psutil.Popen(command, stdout=out, stderr=out, env=os.environ | own)
         self._end = time.monotonic() + _LONGEST_S
         self._seen: set[psutil.Process] = set()
         self._segments: set[int] = set()
         self.replica_pids: set[int] = set()
         """Those of all replicas that were ever seen."""
 
-    def events(self, name: str) -> list[dict[str, Any]]:
-        """Its events of this name so far, in order."""
+    def events(self, name: str = "") -> list[dict[str, Any]]:
+        """Its events so far, in order; those of one name if that is given."""
         with suppress(FileNotFoundError):
             lines = (self.directory / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
-            return [event for event in map(json.loads, lines) if event["event"] == name]
+            return [event for event in map(json.loads, lines) if name in ("", event["event"])]
         return []
 
     def replicas(self) -> list[psutil.Process]:
