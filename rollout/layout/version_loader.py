@@ -16,12 +16,11 @@ from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, ConfigError, QuarantinedError
 from weightlane.ckpt_engines.runtime.devices import runtime_of
-from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, SlicedTensors, TensorSpec
+from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement
 from weightlane.sync.version.box import Box
-from weightlane.sync.version.sliced_tensors import without_data
 from weightlane.sync.version.tensor_spec import is_computed
 
-from ..contract.loader import RankLoader
+from ..contract.loader import RankLoader, ShapeAndDtype
 from ..contract.rank_group import RankGroup
 from .loading.derived import StaleView
 from .loading.model_errors import hint_for
@@ -128,15 +127,6 @@ class VersionLoader(RankLoader):
         """The checkpoint's name of a tensor of the signature."""
         return self._names.get(name, name)
 
-    def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
-        """`learn` the signature of a staged version, without making any lazy tensor."""
-        signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
-        self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
-
-    def learn_specs(self, specs: Mapping[str, TensorSpec], group: RankGroup) -> None:
-        """`learn` the signature of a version that is going to arrive in buckets."""
-        self.learn({name: SourceSpec(spec.shape, spec.dtype) for name, spec in specs.items()}, group)
-
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a version with the learned signature; see `VersionWriter.write`."""
         assert self._writer is not None, "learned"
@@ -171,13 +161,13 @@ class VersionLoader(RankLoader):
                 hint="Start this replica anew; with --enforce-eager (rollout.extra_engine_args) tensors may move.",
             )
 
-    def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
-        """Find out how versions with `signature` are written, and prove that this is right, unless that is known.
+    def learn(self, specs: Mapping[str, ShapeAndDtype], group: RankGroup, *, sliced: bool = False) -> None:
+        """Find out how versions with these tensors are written, and prove that this is right, unless that is known.
 
         The model is not changed. A proof needs room for a second model, which there may not be once the model serves.
 
         Args:
-            signature: Shape and dtype of every tensor; those of the checkpoint when this is called first.
+            specs: Shape and dtype of every tensor; those of the checkpoint when this is called first.
             group: The ranks.
             sliced: Whether the slices that were `needed` before have been received of a version.
 
@@ -185,6 +175,7 @@ class VersionLoader(RankLoader):
             ConfigError: No write method is right.
             CommitError: Slices have been received, and now others are needed.
         """
+        signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in specs.items()}
         first = self._proven is None
         if first:
             self._find_unread(signature, group)

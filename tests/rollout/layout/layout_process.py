@@ -286,7 +286,7 @@ def later_versions(path: str) -> dict[str, Any]:
         ways = [committed(loader, first, alone)]
         ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
         with suppress(WeightlaneError):
-            loader.learn_for(dict(list(first.items())[:-1]), alone)
+            loader.learn(dict(list(first.items())[:-1]), alone)
     return {"ways": ways, "may_move": may_move}
 
 

@@ -329,7 +329,7 @@ def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str
 
     mode = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)))
     loader = VersionLoader(RankModel(model, mode, torch.device("cpu"), "rollout rank 0"))
-    loader.write, loader.learn_for = write, lambda *_: None  # type: ignore[method-assign]
+    loader.write, loader.learn = write, lambda *_, **__: None  # type: ignore[method-assign]
     subscriber = SimpleNamespace(
         take=lambda version: {"weight": torch.full((2, 2), float(version))},
         take_previous=lambda version: (version - 1, {"weight": torch.full((2, 2), version - 1.0)}),
