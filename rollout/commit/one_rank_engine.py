@@ -129,7 +129,7 @@ class OneRankEngine(RolloutEngine):
         if rank is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(rank.leave), _CLOSE_S)
-        self.updates.shutdown(wait=False, cancel_futures=True)
+        self.updates.shutdown(wait=False)  # what is queued finds that nobody is subscribed any more
 
     @staticmethod
     async def in_thread(threads: ThreadPoolExecutor, call: Callable[..., _T], *arguments: Any) -> _T:

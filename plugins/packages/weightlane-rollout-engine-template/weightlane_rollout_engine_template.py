@@ -38,7 +38,7 @@ class TemplateRolloutEngine(toolkit.OneRankEngine):
             async with toolkit.limited(self.config.start_limit_s, late):
                 loader = await self.in_thread(self.updates, self._load)
         except BaseException:
-            await self.close()
+            await self.leave()
             raise
         self._version = version
         self.follow(loader)
