@@ -30,6 +30,10 @@ SEATS = 8
 """Most requests that the engine decodes in one step."""
 
 ServingMaker = Callable[..., Serving]
+Weights = Callable[[int], Mapping[str, torch.Tensor]]
+"""Returns the tensors of the first model with weights from a seed."""
+References = Callable[[int], Reference]
+"""Returns transformers' own first model with weights from a seed."""
 
 
 class Versions:
