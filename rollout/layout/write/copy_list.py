@@ -51,7 +51,7 @@ def _arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[int, list[tuple[o
     """The lowest address of `tensors`, and how each lies in memory: its first byte is relative to that address."""
     addresses = [tensor.data_ptr() for tensor in tensors.values()]
     lowest = min(addresses, default=0)
-    arranged = [
+    arranged: list[tuple[object, ...]] = [
         (name, tensor.shape, tensor.dtype, address - lowest, tensor.is_contiguous())
         for (name, tensor), address in zip(tensors.items(), addresses, strict=True)
     ]
