@@ -18,6 +18,7 @@ tasks that greedy decoding answers rightly. Their times count from the start of 
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -140,7 +141,8 @@ def run_once(folder: Path, name: str, text: str, site: Path | None) -> list[dict
     """Make a run; returns its events. Raises `subprocess.SubprocessError` if it fails, `TimeoutError` if it takes too long."""
     path = folder / f"{name}.toml"
     path.write_text(text)
-    run = WatchedRun(path, folder / name, {} if site is None else {"PYTHONPATH": str(site)})
+    found = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    run = WatchedRun(path, folder / name, {} if site is None else {"PYTHONPATH": os.pathsep.join(found)})
     try:
         run.left_behind()
         return run.events()
