@@ -36,14 +36,11 @@ _GRACE_S = 5.0
 class Cleaner:
     """The cleaner of one replica, which outlives it for a moment. Closing it, or the death of this process, starts the removal.
 
-    Until `settle`, it looks for itself what the watched process and its descendants map: vLLM makes segments long before it has
+    Until `settle`, it looks for itself what a watched process and its descendants map: vLLM makes segments long before it has
     started.
-
-    Args:
-        server: The process to watch, which leads a process group that is ended; 0 to watch this process, and end nothing.
     """
 
-    def __init__(self, server: int = 0) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -53,6 +50,9 @@ class Cleaner:
         )
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_WAIT_S)  # it has forked the cleaner
+
+    def watch(self, server: int = 0) -> None:
+        """Watch a `server`, which leads a process group that is to be ended; or this process, of which nothing is ended."""
         before = () if server else segments_of_trees([os.getpid()])  # of other engines in this process
         self._send({"watched": server or os.getpid(), "group": server, "before": sorted(map(str, before))})
 

@@ -282,6 +282,7 @@ class VllmEngine(RolloutEngine):
         from .start_failures import take_failure  # noqa: PLC0415 - imports vLLM
 
         self._cleaner = Cleaner()
+        self._cleaner.watch()
         # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.
         try:
             self._engine = AsyncLLM.from_vllm_config(

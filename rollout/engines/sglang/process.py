@@ -97,6 +97,7 @@ class ServerProcess:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "OMP_NUM_THREADS": str(config.threads_per_rank),
         }
+        self._cleaner = Cleaner()
         self._process = subprocess.Popen(  # noqa: S603 - the user's own Python
             command,
             stdin=subprocess.DEVNULL,
@@ -105,7 +106,7 @@ class ServerProcess:
             env=environment,
             start_new_session=True,
         )
-        self._cleaner = Cleaner(self._process.pid)
+        self._cleaner.watch(self._process.pid)
 
     @property
     def exit_code(self) -> int | None:

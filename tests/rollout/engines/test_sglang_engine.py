@@ -257,7 +257,8 @@ def test_a_server_ends_with_a_killed_owner_and_leaves_no_shared_memory(tmp_path:
     pid, segment = tmp_path / "pid", Path(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}")
     owner = (
         "import subprocess, sys; from weightlane.rollout.contract.cleaner import Cleaner\n"
-        "server = subprocess.Popen(sys.argv[1:], start_new_session=True); cleaner = Cleaner(server.pid)\n"
+        "server = subprocess.Popen(sys.argv[1:], start_new_session=True); cleaner = Cleaner()\n"
+        "cleaner.watch(server.pid)\n"
         "print('watched', flush=True); server.wait()"
     )
     code = (

@@ -104,6 +104,7 @@ def test_the_cleaner_removes_the_segments_of_its_engine_and_waits_until_then(set
 
     before = segment()
     cleaner = Cleaner()
+    cleaner.watch()
     segments = {"before": before, "its": segment(), "other": segment()}
     paths = {name: Path("/dev/shm") / made.name for name, made in segments.items()}
     try:
@@ -143,7 +144,7 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
     starts = (
         "import subprocess, sys\n"
         "from weightlane.rollout.contract.cleaner import Cleaner\n"
-        "cleaner = Cleaner()\n"
+        "cleaner = Cleaner(); cleaner.watch()\n"
         f"subprocess.run([sys.executable, '-c', {made_below!r}])"
     )
     marker = uuid.uuid4().hex
