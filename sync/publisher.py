@@ -136,7 +136,7 @@ class Publisher(Participant):
         self._published += 1  # a version that was given up may be published again, with other weights
         identity = f"{self._incarnation}/{version}/{self._published}" if self._chooser.uses_deltas else ""
         publication = Publication(version, identity, self._snapshot.mark(), progress, self._published)
-        self._outcomes.begin(version)
+        self._begin(version)
         self._fence = publication
         superseded = self._queue.put(publication)
         if superseded is not None and superseded.version != version:

@@ -7,8 +7,7 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 
-from ..deadline import Deadline
-from ..runtime.lifecycle import Lifecycle
+from ..waits import Deadline, Lifecycle
 from .channel import Channel, Keys
 from .handshake import Hello
 from .listener import Admission, Listener

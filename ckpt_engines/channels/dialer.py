@@ -8,9 +8,8 @@ import select
 import socket
 from typing import Any
 
-from ..deadline import Deadline
 from ..errors import PeerLostError, ProtocolError, TransportError
-from ..runtime.lifecycle import Lifecycle
+from ..waits import Deadline, Lifecycle
 from .channel import LENGTH, Channel, Keys, decode_text
 from .handshake import Agreement, Challenge, Hello, configure, encode_message, text_bytes
 from .socket_factory import SHARED_DIRECTORY_HINT

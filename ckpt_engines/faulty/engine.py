@@ -13,6 +13,7 @@ import functools
 from pydantic import Field, create_model
 
 from ..contract.engine import CheckpointEngine
+from ..links import ReceiverLink, SenderLink
 from .faults import FaultyConfig, FaultyEngine
 from .faulty_links import FaultyReceiverLink, FaultySenderLink
 
@@ -30,6 +31,6 @@ def faulty(inner: type[CheckpointEngine]) -> type[FaultyEngine]:
         {
             "__doc__": f"{inner.__name__} with injected faults.",
             "config_type": create_model(f"Faulty{inner.config_type.__name__}", __base__=FaultyConfig, inner=options),
-            "link_types": (FaultySenderLink, FaultyReceiverLink),
+            "link_types": {SenderLink: FaultySenderLink, ReceiverLink: FaultyReceiverLink},
         },
     )

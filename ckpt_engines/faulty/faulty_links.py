@@ -11,9 +11,9 @@ import torch
 
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology
-from ..deadline import Deadline
 from ..errors import StorageError
-from ..links.sides import ReceiverLink, SenderLink
+from ..links import ReceiverLink, SenderLink
+from ..waits import Deadline
 from .faults import HINT, RECEIVER_KINDS, SENDER_KINDS, FaultKind, Faults, FaultyEngine
 
 _LOST = "the connection was lost"

@@ -26,10 +26,9 @@ import torch
 from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError, ProtocolError, WeightlaneError
 
 from ..codecs.codec_choice import RankChange
-from ..control.hub.connection import PendingReply
-from ..control.hub.hub import gathered
+from ..control.hub.mailboxes import gathered
 from ..control.messages import from_bytes
-from ..control.rendezvous import Mailbox
+from ..control.rendezvous import Mailbox, PendingReply
 from ..version.box import Box
 from ..version.bucket_checksums import checksum_of
 from ..version.manifest_message import DeltaSegment, segments_from_plain

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from weightlane.ckpt_engines import CheckpointEngine, ClosedError, Deadline, Delivery, ManifestError
 from weightlane.ckpt_engines.contract.engine import engine_label
-from weightlane.ckpt_engines.links.link import buffer_device
-from weightlane.ckpt_engines.runtime.devices import runtime_of
+from weightlane.ckpt_engines.runtime.devices import buffer_device, runtime_of
 from weightlane.plugins import RunHooks
 
 from ..codecs.codec_choice import CodecChooser
@@ -93,7 +92,7 @@ class SendingRank:
             self.offsets = stream_places(self.slices, self._supply.stored_layout) or self.offsets
         self.snapshot = Snapshot.of(own, self.offsets) if quantised is None else quantised.snapshot(self.offsets)
         held = next((shard.data.device for shard in shards), None)
-        self.device = buffer_device(engine, held, name)
+        self.device = buffer_device(engine.capabilities.devices, held, name)
         self.runtime = runtime_of(self.device)
         owner = None if self.gathers else engine  # the engine never reads a snapshot that is gathered
         nbytes = self.snapshot.nbytes

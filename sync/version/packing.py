@@ -18,7 +18,7 @@ from itertools import accumulate
 
 import torch
 
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes
 
 from .box import Box, cut, row_major_strides
 from .manifest import Manifest

@@ -27,7 +27,7 @@ import torch
 
 from ...contract.capabilities import Capabilities, Delivery
 from ...contract.engine import API_VERSION, CheckpointEngine, WeightReceiver, WeightSender
-from ...deadline import Deadline
+from ...waits import Deadline
 from .config import FilesystemConfig
 from .guard import standalone_guard
 from .receiver import FilesystemReceiver

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...deadline import Deadline
 from ...errors import ClosedError, DeadlineExceededError
-from ...runtime.lifecycle import Lifecycle
-from ...toolkit.waiting import run_bounded
+from ...waits import Deadline, Lifecycle, run_bounded
 
 _T = TypeVar("_T")
 

@@ -11,9 +11,9 @@ from ...channels.channel import Address, Channel
 from ...contract.bucket import Bucket, FilePart
 from ...contract.engine import Topology
 from ...contract.storing import StoringSender, VersionFiles
-from ...deadline import Deadline
 from ...errors import DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
 from ...toolkit.halves import PostingHalf
+from ...waits import Deadline
 from .bucket_files import PartialFile, byte_view
 from .config import FilesystemConfig
 from .file_names import (

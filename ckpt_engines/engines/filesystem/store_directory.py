@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from ...deadline import Deadline
 from ...errors import ConfigError, StorageError, WeightlaneError
+from ...waits import Deadline
 from .bucket_files import LocalPartialFile, PartialFile, RemotePartialFile, read_local_payload, read_remote_payload
 from .guard import Guard, standalone_guard
 

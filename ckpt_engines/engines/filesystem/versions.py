@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...contract.bucket import Bucket
-from ...deadline import Deadline
 from ...errors import ProtocolError, StorageError
+from ...waits import Deadline
 from .bucket_files import byte_view
 from .file_names import (
     COMMITTED,

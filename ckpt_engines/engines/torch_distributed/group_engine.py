@@ -15,9 +15,8 @@ from pydantic import Field, field_validator
 from ...channels.channel import Address
 from ...channels.socket_factory import SocketFactory, TcpSocketFactory, host_and_port
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig
-from ...deadline import Deadline
 from ...errors import ConfigError, ProtocolError
-from ...runtime.lifecycle import Lifecycle
+from ...waits import Deadline, Lifecycle
 from .interfaces import address_of_interface
 from .process_group import BackendName, host_store, join_store, reserve_port
 

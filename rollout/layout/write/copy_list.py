@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes
 
 from ..map.geometry import simplified
 from ..map.layout_map import LayoutCopy, SourceSpec

@@ -55,6 +55,7 @@ class ReplicaState(StrEnum):
 class RosterEntry:
     """A replica with its state and the version it serves."""
 
+    name: str
     replica: Replica
     subscribers: tuple[str, ...]
     """Names of the subscribers of its ranks."""
@@ -65,11 +66,6 @@ class RosterEntry:
     """Why the replica is quarantined or lost, or why its model does not fit."""
     fits: bool = True
     """False if the trainer's tensors do not fit the replica's model: it would refuse every version."""
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-        return self.replica.name
 
 
 class Roster:
@@ -101,7 +97,7 @@ class Roster:
         taken = {*self.publishers, *(name for entry in self._planned.values() for name in entry.subscribers)}
         if replica.name in self._planned or taken.intersection(subscribers):
             raise ConfigError(f"{replica.name} takes part already.", part=COORDINATOR, peer=replica.name)
-        self._planned[replica.name] = RosterEntry(replica, subscribers)
+        self._planned[replica.name] = RosterEntry(replica.name, replica, subscribers)
 
     def remove(self, name: str) -> None:
         """Remove a replica at the next `apply_changes`. Raises `ConfigError` if there is no replica of that name."""
@@ -141,6 +137,10 @@ class Roster:
     def entry_of(self, subscriber: str) -> RosterEntry | None:
         """The replica that a subscriber belongs to; None for a publisher or an unknown name."""
         return self._by_subscriber.get(subscriber)
+
+    def replicas_of(self, names: Iterable[str]) -> set[str]:
+        """Names of the replicas to which participants belong; publishers and unknown names belong to none."""
+        return {entry.name for name in names if (entry := self.entry_of(name))}
 
     def note_joined(self, name: str, inbox: str) -> bool:
         """Note that a participant has joined. Returns whether it is new, or replaces an older one of its name."""

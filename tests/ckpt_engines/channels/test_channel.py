@@ -28,7 +28,7 @@ from weightlane.ckpt_engines.channels.dialer import dial
 from weightlane.ckpt_engines.channels.handshake import Hello
 from weightlane.ckpt_engines.channels.listener import Listener, listen_tcp
 from weightlane.ckpt_engines.channels.socket_factory import host_identity
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION = "session-1"
