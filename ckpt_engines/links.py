@@ -18,10 +18,9 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import torch
 
-from .channels.admission import accept_receivers, welcome, welcomed
 from .channels.channel import Address, Channel
-from .channels.dialer import dial
 from .channels.handshake import Hello
+from .channels.joining import accept_receivers, dial, welcome, welcomed
 from .channels.listener import Listener
 from .contract.bucket import Bucket
 from .contract.capabilities import Delivery

@@ -86,11 +86,10 @@ def full_text(data: bytes, what: str) -> bytes:
 
 def from_bytes(data: bytes, what: str) -> Any:
     """The inverse of `to_bytes`. Raises `ProtocolError`, naming `what`, for invalid data."""
+    text = full_text(data, what)
     try:
-        return json.loads(full_text(data, what))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, ProtocolError):
-            raise
         raise ProtocolError(f"{what} is not JSON: {error}.", part="control plane") from None
 
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
 from weightlane.ckpt_engines.channels.channel import Frame, derive_key, new_secret
-from weightlane.ckpt_engines.channels.dialer import dial
 from weightlane.ckpt_engines.channels.handshake import Hello
+from weightlane.ckpt_engines.channels.joining import dial
 from weightlane.ckpt_engines.channels.socket_factory import host_and_port
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store, join_store
 from weightlane.ckpt_engines.waits import Lifecycle
@@ -185,7 +185,7 @@ class Rendezvous:
 
     @classmethod
     def join(cls, address: RendezvousAddress | Mapping[str, Any], timeout_s: float = _JOIN_TIMEOUT_S) -> Rendezvous:
-        """Connect to the hub of another process. Raises the errors of `weightlane.ckpt_engines.channels.dialer.dial`."""
+        """Connect to the hub of another process. Raises the errors of `weightlane.ckpt_engines.channels.joining.dial`."""
         if not isinstance(address, RendezvousAddress):
             address = RendezvousAddress.from_plain(address)
         life = Lifecycle("control connection", lambda: None)

@@ -38,8 +38,7 @@ from weightlane.ckpt_engines.waits import result_of
 
 from ..config import SyncConfig
 from ..control.coordinator.coordinator import Coordinator
-from ..control.coordinator.report import Outcome, SyncReport
-from ..control.coordinator.roster import Replica, ReplicaState
+from ..control.coordinator.replicas import Outcome, Replica, ReplicaState, SyncReport
 from ..control.rendezvous import Rendezvous
 from ..publisher import Publisher, publisher_name
 from ..version.placement import Placement

@@ -26,7 +26,7 @@ from weightlane.ckpt_engines import (
     ViewableSender,
     ViewingReceiver,
 )
-from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome
+from weightlane.ckpt_engines.channels.joining import accept_receivers, welcome
 from weightlane.ckpt_engines.channels.socket_factory import TcpSocketFactory
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.waits import Lifecycle

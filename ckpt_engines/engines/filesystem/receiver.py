@@ -12,9 +12,8 @@ from ...toolkit.halves import PostingHalf
 from ...waits import Deadline
 from .config import FilesystemConfig
 from .file_names import SENDER_FILE, checked_session, parse_sender, payload_name, sender_directory, version_directory
-from .guard import Guard
 from .process_identity import is_dead
-from .store_directory import StoreDirectory
+from .store_directory import Guard, StoreDirectory
 from .versions import read_bucket
 
 _FIRST_POLL_S = {True: 0.005, False: 0.1}

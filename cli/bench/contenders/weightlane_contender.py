@@ -14,7 +14,7 @@ from typing import Any
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 from weightlane.sync.config import SyncConfig
 from weightlane.sync.control.coordinator.coordinator import Coordinator
-from weightlane.sync.control.coordinator.report import CommitReport, SyncReport
+from weightlane.sync.control.coordinator.replicas import CommitReport, SyncReport
 
 from ..processes.participants import start_coordinator
 from ..processes.processes import Processes, Worker

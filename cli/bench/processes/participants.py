@@ -16,7 +16,7 @@ from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync.codecs.delta.staged_delta import IncomingDelta
 from weightlane.sync.config import CodecPolicy, Integrity, Quantise, SyncConfig
 from weightlane.sync.control.coordinator.coordinator import Coordinator
-from weightlane.sync.control.coordinator.roster import Replica
+from weightlane.sync.control.coordinator.replicas import Replica
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.publisher import Publisher
 from weightlane.sync.subscriber import Subscriber

@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import (
 )
 
 from ..messages import Failed
-from .roster import Roster
+from .replicas import Roster
 
 _PEER_LOST = TransportError | DeadlineExceededError | QuarantinedError
 """Errors that mean a peer was lost. `QuarantinedError` is raised when the loss interrupts an in-place commit."""

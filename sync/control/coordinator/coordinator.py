@@ -29,8 +29,7 @@ from ..participant import checked_version
 from ..rendezvous import Rendezvous
 from .blame import AttemptError
 from .message_queue import MessageQueue
-from .report import FailedAttempt, ReplicaReport, SyncReport
-from .roster import Replica, ReplicaState, Roster
+from .replicas import FailedAttempt, Replica, ReplicaReport, ReplicaState, Roster, SyncReport
 from .session import Session, Streamed
 from .version_sync import INTERRUPTED_S, VersionSync
 

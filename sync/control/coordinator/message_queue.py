@@ -37,7 +37,7 @@ from ..messages import (
 )
 from ..rendezvous import Rendezvous
 from .blame import AttemptError, blame
-from .roster import Roster
+from .replicas import Roster
 
 _log = logging.getLogger(__name__)
 _FURTHER_FAILURES_S = 0.1

@@ -34,7 +34,7 @@ from ..messages import (
 )
 from .blame import AttemptError
 from .message_queue import MessageQueue, Reply
-from .roster import Roster, RosterEntry
+from .replicas import Roster, RosterEntry
 
 # The participant closest to the cause of a stall fails first, so that the reported error names the right peer.
 _PUBLISHER_SHARE = 0.9

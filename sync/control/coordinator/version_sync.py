@@ -26,8 +26,7 @@ from weightlane.plugins import RunHooks
 from ..messages import COORDINATOR, Abort, Failed
 from .blame import AttemptError
 from .message_queue import MessageQueue
-from .report import CommitReport, FailedAttempt, Outcome, ReplicaReport
-from .roster import ReplicaState, Roster, RosterEntry
+from .replicas import CommitReport, FailedAttempt, Outcome, ReplicaReport, ReplicaState, Roster, RosterEntry
 from .session import Session, Streamed
 
 _log = logging.getLogger(__name__)
@@ -254,7 +253,7 @@ class VersionSync:
         return failed
 
     def report_without(self, name: str, error: WeightlaneError | None) -> ReplicaReport:
-        """The report of a replica that has not committed the version, because of `error`, or without one was never asked to."""
+        """The report of a replica that has not committed the version because of `error`; without one, it was never asked to."""
         entry = self._roster.entries.get(name)
         state = entry.state if entry is not None else ReplicaState.LOST
         absent = PeerLostError("it took no part: its subscribers have not joined yet.", part=COORDINATOR, peer=name)

@@ -1,4 +1,4 @@
-"""The dialing side of a connection: connect to a listener, and prove that this end knows the key."""
+"""The two ends of a connection meet: the sender admits a session's receivers, which dial it and prove that they know the key."""
 
 from __future__ import annotations
 
@@ -6,18 +6,97 @@ import contextlib
 import errno
 import select
 import socket
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import PeerLostError, ProtocolError, TransportError
 from ..waits import Deadline, Lifecycle
 from .channel import LENGTH, Channel, Keys, decode_text
 from .handshake import Agreement, Challenge, Hello, configure, encode_message, text_bytes
+from .listener import Admission, Listener
 from .socket_factory import SHARED_DIRECTORY_HINT
 
+_MOST_PENDING = 128
+"""Handshakes that may be pending at a time, in addition to one for each expected connection."""
 _BACKLOG_PAUSE_S = 0.01
 """Seconds to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event when it has room."""
 _ADDRESS_HINT = "Check that the peer is alive and that its address can be reached from here."
 _SOCKET_HINT = f"Check that the peer is alive. {SHARED_DIRECTORY_HINT}"
+
+
+def accept_receivers(
+    listener: Listener,
+    life: Lifecycle,
+    session: str,
+    names: Iterable[str],
+    deadline: Deadline,
+    *,
+    lanes: Sequence[str] = ("",),
+    key: bytes = b"",
+) -> list[dict[str, Channel]]:
+    """[sender] Wait until every receiver in `names` has joined this `session` on each of `lanes`, and close the `listener`.
+
+    All others are refused. Both sides prove that they know the `key` (`Topology.key`). Returns for each lane the channels in the
+    order of `names`. Raises `PeerLostError` when a receiver that had connected is gone, `DeadlineExceededError` naming those that
+    did not connect, or `ClosedError`.
+    """
+    names = tuple(names)
+    wanted = [(lane, name) for lane in lanes for name in names]
+    joined: dict[tuple[str, str], Channel] = {}
+    given_up = False
+    changing = threading.Lock()
+
+    def refusal(hello: Hello, proven: bool) -> str:  # on the loop's thread, as `add`
+        if hello.session != session:
+            return "it waits for another session"
+        if (hello.lane, hello.name) not in wanted:
+            return "that is not the name of a receiver of this session"
+        if not proven:
+            return f"{hello.name} did not prove that it knows this session's key"
+        return f"{hello.name!r} is connected already" if (hello.lane, hello.name) in joined else ""
+
+    def add(sock: socket.socket, keys: Keys, hello: Hello) -> None:
+        with changing:
+            if given_up:
+                sock.close()
+            else:
+                joined[hello.lane, hello.name] = Channel(sock, keys, life, hello.name)
+        life.ring()
+
+    listener.admit(Admission(key, refusal, add, _MOST_PENDING + len(wanted)))
+    try:
+        while missing := ", ".join(dict.fromkeys(name for lane, name in wanted if (lane, name) not in joined)):
+            _wait(list(joined.values()), life, deadline, f"{missing} to connect")
+            deadline.check(f"{missing} to connect", part=life.part, hint=listener.hint)
+    except BaseException:
+        with changing:
+            given_up = True
+        for channel in joined.values():
+            channel.close()
+        raise
+    finally:
+        listener.close()
+    return [{name: joined[lane, name] for name in names} for lane in lanes]
+
+
+def _wait(joined: Sequence[Channel], life: Lifecycle, deadline: Deadline, waiting_for: str) -> None:
+    """Wait until another receiver may have joined. Raises `PeerLostError` when one of `joined` is gone."""
+    channels = {channel.fileno(): channel for channel in joined}
+    for descriptor in life.wait(dict.fromkeys(channels, select.POLLIN), deadline.remaining_s):
+        # A receiver sends nothing before it is welcomed, so this is its end.
+        raise channels[descriptor].lost(f"while waiting for {waiting_for}")
+
+
+def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:
+    """[sender] Tell receivers that all of them have joined."""
+    for channel in channels:
+        channel.send_json({}, deadline)
+
+
+def welcomed(channel: Channel, deadline: Deadline) -> None:
+    """[receiver] Wait until the sender has admitted every receiver of the topology. Raises as `dial`."""
+    channel.receive_json(deadline, "the sender's welcome, which needs every receiver")
 
 
 def dial(
