@@ -112,8 +112,9 @@ class EngineLinks:
     def close(self) -> None:
         """Close every end, all at the same time. Idempotent, never raises; a call that does not end is abandoned."""
         self._closed = True
+        ends: list[SenderLink | ReceiverLink] = [*self.senders.values(), *self.receivers.values()]
         deadline = Deadline.after(_QUICK_S)
-        for closing in [start_call(link.close) for link in (*self.senders.values(), *self.receivers.values())]:
+        for closing in [start_call(end.close) for end in ends]:
             try:
                 result_of(closing, deadline, "the engine to be closed", self._name)
             except Exception as error:  # noqa: BLE001 - of a third party's engine, and the other links are to be closed, too
