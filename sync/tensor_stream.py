@@ -116,8 +116,7 @@ class TensorSender(_StreamEnd[SenderLink]):
     """
 
     def __init__(self, name: str, engine: CheckpointEngine, bucket_bytes: int, timeout_s: float) -> None:
-        make_link, _ = engine.link_types or (SenderLink, ReceiverLink)
-        super().__init__(make_link(engine, name, _HOST), timeout_s)
+        super().__init__(SenderLink.of(engine, name, _HOST), timeout_s)
         self._engine, self._bucket_bytes = engine, bucket_bytes
         self._receivers: list[str] = []
         self._memory: list[torch.Tensor] = []
@@ -259,8 +258,7 @@ class TensorReceiver(_StreamEnd[ReceiverLink]):
     """
 
     def __init__(self, name: str, engine: CheckpointEngine, timeout_s: float) -> None:
-        _, make_link = engine.link_types or (SenderLink, ReceiverLink)
-        super().__init__(make_link(engine, name, _HOST), timeout_s)
+        super().__init__(ReceiverLink.of(engine, name, _HOST), timeout_s)
         self._sender = ""
         self._index = 0
 
