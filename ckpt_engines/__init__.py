@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
     from .contract.storing import StoringSender, VersionFiles, bucket_file_name
     from .contract.viewing import ViewableSender, ViewingReceiver
-    from .deadline import Deadline
-    from .links.sides import ReceiverLink, SenderLink
+    from .links import ReceiverLink, SenderLink
     from .registry import CheckpointEngineRegistry, EngineListing
+    from .waits import Deadline
 
 _LAZY = {
     ".channels.channel": ("Address", "Channel"),
@@ -80,8 +80,8 @@ _LAZY = {
     ),
     ".contract.storing": ("StoringSender", "VersionFiles", "bucket_file_name"),
     ".contract.viewing": ("ViewableSender", "ViewingReceiver"),
-    ".deadline": ("Deadline",),
-    ".links.sides": ("ReceiverLink", "SenderLink"),
+    ".waits": ("Deadline",),
+    ".links": ("ReceiverLink", "SenderLink"),
     ".registry": ("CheckpointEngineRegistry", "EngineListing"),
 }
 """Modules that need torch, and the public names of each."""

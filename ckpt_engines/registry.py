@@ -25,8 +25,8 @@ from .errors import (
     UnknownEngineError,
     WeightlaneError,
 )
-from .faulty.engine import PREFIX as FAULTY
-from .faulty.engine import faulty
+from .faulty.faulty_links import PREFIX as FAULTY
+from .faulty.faulty_links import faulty
 from .runtime.threads import within
 
 GROUP = "weightlane.ckpt_engines"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import pluggy
@@ -22,15 +21,6 @@ Facts = Mapping[str, Any]
 """Facts about an event, which JSON can represent. A key ends with its unit (``_s``, ``_bytes``) or is a unit (``seconds``)."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Implementation:
-    """One plugin's function for one hook, and those of the hook's arguments that the function takes."""
-
-    plugin: str
-    function: Callable[..., object]
-    takes: tuple[str, ...]
 
 
 class RunHooks:
@@ -56,7 +46,7 @@ class RunHooks:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(RunHooks)
         self._lock = threading.Lock()
-        self._implementations: dict[str, tuple[_Implementation, ...]] = {}
+        self._implementations: Mapping[str, tuple[pluggy.HookImpl, ...]] = {}
         self._reports: list[HookReport] = []
 
     # -- the run: driver ------------------------------------------------------------------------------------------------
@@ -338,9 +328,9 @@ class RunHooks:
         # Every bucket calls hooks, so this must be fast without observers.
         for implementation in self._implementations.get(hook, ()):
             try:
-                implementation.function(*[arguments[name] for name in implementation.takes])
+                implementation.function(*[arguments[name] for name in implementation.argnames])
             except Exception as error:  # noqa: BLE001 - third-party code must not break a sync or a run
-                self._disable(implementation.plugin, hook, error)
+                self._disable(implementation.plugin_name, hook, error)
 
     def _disable(self, plugin: str, hook: str, error: Exception) -> None:
         with self._lock:
@@ -356,15 +346,8 @@ class RunHooks:
 
     def _collect(self) -> None:
         """Replace `_implementations`, the mapping that callers read without the lock."""
-        found: dict[str, tuple[_Implementation, ...]] = {}
-        for hook in HOOK_NAMES:
-            caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
-            if implementations := caller.get_hookimpls():
-                found[hook] = tuple(
-                    _Implementation(item.plugin_name, item.function, tuple(item.argnames))
-                    for item in reversed(implementations)
-                )
-        self._implementations = found
+        callers = {hook: getattr(self._manager.hook, hook) for hook in HOOK_NAMES}
+        self._implementations = {hook: tuple(reversed(caller.get_hookimpls())) for hook, caller in callers.items()}
 
     def _unsuitable(self, plugin: str, observer: object) -> Exception | None:
         """Return why a registered observer cannot be called, or None. An unknown hook is only logged."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint
 
 from .entry_points import entry_points_of
@@ -20,27 +19,16 @@ ENTRY_POINT_GROUP = "weightlane.plugins"
 """Entry-point group of observers. An entry is a module, an object, or a class, which is instantiated without arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltinObserver:
-    """A built-in observer."""
-
-    name: str
-    variable: str
-    """Name of the environment variable that requests the observer. Its value is a path, an address or a project."""
-    make: Callable[[str], object]
-    """Makes the observer from that value."""
-
-
-OBSERVERS = (
-    BuiltinObserver("trace", TRACE_ENV, trace_from_environment),
-    BuiltinObserver("profiler", PROFILE_ENV, profiler_from_environment),
-    BuiltinObserver("tensorboard", TENSORBOARD_ENV, tensorboard_from_environment),
-    BuiltinObserver("prometheus", PROMETHEUS_ENV, prometheus_from_environment),
-    BuiltinObserver("wandb", WANDB_ENV, tracker_from_environment("wandb")),
-    BuiltinObserver("mlflow", MLFLOW_ENV, tracker_from_environment("mlflow")),
-    BuiltinObserver("trackio", TRACKIO_ENV, tracker_from_environment("trackio")),
-)
-"""Every built-in observer. Each is active only if its variable is set."""
+OBSERVERS: Mapping[str, Callable[[str], object]] = {
+    TRACE_ENV: trace_from_environment,
+    PROFILE_ENV: profiler_from_environment,
+    TENSORBOARD_ENV: tensorboard_from_environment,
+    PROMETHEUS_ENV: prometheus_from_environment,
+    WANDB_ENV: tracker_from_environment("wandb"),
+    MLFLOW_ENV: tracker_from_environment("mlflow"),
+    TRACKIO_ENV: tracker_from_environment("trackio"),
+}
+"""Makes each built-in observer, by the environment variable that requests it, from its value: a path, an address or a project."""
 
 
 def make_hooks(observers: Iterable[object] = ()) -> RunHooks:
@@ -90,14 +78,15 @@ os.register_at_fork(after_in_child=_start_over)
 
 def _from_environment() -> RunHooks:
     hooks = make_hooks()
-    for builtin in OBSERVERS:
-        if value := os.environ.get(builtin.variable):
+    for variable, make in OBSERVERS.items():
+        if value := os.environ.get(variable):
+            name = variable.removeprefix("WEIGHTLANE_").lower()
             try:
-                observer = builtin.make(value)
+                observer = make(value)
             except Exception as error:  # noqa: BLE001 - for example a missing library or a port in use
-                hooks.report(f"{builtin.name} (requested by {builtin.variable})", "", error)
+                hooks.report(f"{name} (requested by {variable})", "", error)
             else:
-                hooks.register(observer, builtin.name)
+                hooks.register(observer, name)
     return hooks
 
 

@@ -60,7 +60,7 @@ class PrometheusObserver:
         """Start to serve and return the URL. The first event also does. Raises `OSError`, for example if the port is in use."""
         with self._lock:
             if self._server is None and not self._closed:
-                self._server = _Server(self._address, self._metrics, self._token)
+                self._server = _Server(self._address, _handler(self._metrics, self._token))
                 self._server.start()
                 _log.info("Prometheus metrics: %s", self.url)
             return self.url
@@ -182,12 +182,10 @@ class _Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], metrics: _Metrics, token: str) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        super().__init__(address, _Handler)
-        self.metrics = metrics
-        self.token = token
+        super().__init__(address, handler)
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.1,), name="weightlane-prometheus", daemon=True
         )
@@ -212,37 +210,26 @@ class _Server(http.server.ThreadingHTTPServer):
         _log.debug("a request of %s failed", client_address, exc_info=True)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    timeout = _REQUEST_TIMEOUT_S
-    server: _Server
+def _handler(metrics: _Metrics, token: str) -> type[http.server.BaseHTTPRequestHandler]:
+    """Return the library's handler of requests, which logs nothing, for clients that send `token`; if it is empty, for all."""
+    from prometheus_client import MetricsHandler  # noqa: PLC0415 - optional
 
-    def do_GET(self) -> None:
-        """Answer with the metrics if the client may read them."""
-        if not self._allowed():
-            self._answer(401, b"a bearer token is needed\n", {"WWW-Authenticate": "Bearer"})
-        elif self.path.partition("?")[0] != "/metrics":
-            self._answer(404, b"the metrics are at /metrics\n", {})
-        else:
-            from prometheus_client.exposition import choose_encoder  # noqa: PLC0415 - optional
+    class Handler(MetricsHandler):
+        timeout = _REQUEST_TIMEOUT_S
+        registry = metrics.registry
 
-            encode, kind = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, encode(self.server.metrics.registry), {"Content-Type": kind})
+        def do_GET(self) -> None:  # noqa: N802 - the library's name
+            scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+            right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
+            if right or not token:
+                super().do_GET()
+                return
+            self.send_response(401)
+            self.send_header("WWW-Authenticate", "Bearer")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
-    def _allowed(self) -> bool:
-        if not self.server.token:
-            return True
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.server.token.encode())
-
-    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": "text/plain", **headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Log nothing about a request."""
+    return Handler
 
 
 def is_loopback(host: str) -> bool:

@@ -1,8 +1,8 @@
 """Parts for rollout engines of other distributions, beside the contract.
 
 `ReceivingRank` follows a publisher and stages versions, `LiveWeights` commits them and rolls them back by a `RankLoader` that the
-engine writes, and `Answer` turns logits into a completion. The package ``weightlane-rollout-engine-template`` is an engine that
-is made of these parts.
+engine writes, and `Answer` turns logits into a completion. `OneRankEngine` puts them together for an engine with one rank in the
+replica's own process. The package ``weightlane-rollout-engine-template`` is an engine that is made of these parts.
 
 >>> from weightlane.rollout import engine_toolkit as toolkit
 >>> toolkit.RolloutCapabilities(summary="Generates with pen and paper.").commit_modes
@@ -10,7 +10,8 @@ frozenset({'staged'})
 """
 
 from .commit.live_weights import LiveWeights
-from .commit.receiving_rank import ReceivingRank, connecting_within, updating_within
+from .commit.one_rank_engine import OneRankEngine, RunningUpdate, limited
+from .commit.receiving_rank import ReceivingRank
 from .commit.remote_failure import RemoteFailureError, quarantined, untouched
 from .commit.transfer_calls import ConnectRequest, UpdateRequest
 from .config import RolloutConfig
@@ -19,8 +20,7 @@ from .contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, U
 from .contract.loader import RankLoader
 from .contract.rank_group import RankGroup
 from .contract.records import Completion
-from .contract.requests import GenerationRequest, Sampling
-from .contract.stop_tokenizer import tokenizer_for_stop_strings
+from .contract.requests import GenerationRequest, Sampling, tokenizer_for_stop_strings
 from .engines.transformers.model_files import read_config
 from .layout.loading.checkpoint_expectation import expectation_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "ConnectRequest",
     "GenerationRequest",
     "LiveWeights",
+    "OneRankEngine",
     "PlannedNeeds",
     "RankGroup",
     "RankLoader",
@@ -38,14 +39,14 @@ __all__ = [
     "RolloutCapabilities",
     "RolloutConfig",
     "RolloutEngine",
+    "RunningUpdate",
     "Sampling",
     "UpdateFigures",
     "UpdateRequest",
-    "connecting_within",
     "expectation_of",
+    "limited",
     "quarantined",
     "read_config",
     "tokenizer_for_stop_strings",
     "untouched",
-    "updating_within",
 ]

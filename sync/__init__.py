@@ -35,8 +35,15 @@ A complete sync inside one process (normally publisher, coordinator and subscrib
 from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .config import CheckpointEngineConfig, SyncConfig
 from .control.coordinator.coordinator import Coordinator
-from .control.coordinator.report import CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
-from .control.coordinator.roster import Replica, ReplicaState
+from .control.coordinator.replicas import (
+    CommitReport,
+    FailedAttempt,
+    Outcome,
+    Replica,
+    ReplicaReport,
+    ReplicaState,
+    SyncReport,
+)
 from .control.rendezvous import Rendezvous, RendezvousAddress
 from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream

@@ -105,8 +105,7 @@ class SyncConfig(BaseModel):
     )
     host: str = Field(
         "127.0.0.1",
-        description="Address on which the run's hub for control messages and the store in which process groups meet listen;"
-        " loopback unless the run spans machines.",
+        description="Address on which the run's hub for control messages listens; loopback unless the run spans machines.",
     )
     port: int = Field(0, ge=0, le=65535, description="Port of the hub; 0 takes a free one.")
 

@@ -133,7 +133,7 @@ class Publisher(Participant):
         self._published += 1  # a version that was given up may be published again, with other weights
         identity = "" if self._ours.chooser is None else f"{self._incarnation}/{version}/{self._published}"
         publication = Publication(self._ours, version, self._published, identity)
-        self._outcomes.begin(version)
+        self._begin(version)
         self._fence = publication
         superseded = self._queue.put(publication)
         if superseded is not None and superseded.version != version:

@@ -22,8 +22,7 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.links.link import buffer_device
-from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, buffer_device, runtime_of
 from weightlane.ckpt_engines.runtime.threads import start_thread
 from weightlane.plugins import RunHooks
 
@@ -99,7 +98,7 @@ class Subscriber(Participant):
         self._needed = needed
         self._limit = staging_limit_bytes
         self._in_place = commit == "in_place"
-        self._device = buffer_device(engine, device, name)
+        self._device = buffer_device(engine.capabilities.devices, device, name)
         live = runtime_of(device or HOST)
         self._live = live
         self._staging = Staging(name, staging_limit_bytes, self._device, live)
@@ -134,7 +133,7 @@ class Subscriber(Participant):
         try:
             manifest, staged = self._staging.take(version)
         except CommitError:
-            if failure := self._outcomes.failure(version):
+            if failure := self._failure_of(version):
                 raise failure from None
             raise
         return self._loaded(manifest, staged)
@@ -149,7 +148,7 @@ class Subscriber(Participant):
         stream = self._stream
         if stream is None or stream.version != version:
             return None
-        if failure := self._outcomes.failure(version):
+        if failure := self._failure_of(version):
             raise failure
         self._staging.write_live()
         return stream
@@ -250,7 +249,7 @@ class Subscriber(Participant):
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Open):
-            self._outcomes.begin(message.version, told=True)
+            self._begin(message.version, told=True)
             request = self._checked(message)
             self._calls.put(partial(self._stage, request))
             in_place = request.stream is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import xxhash
@@ -22,12 +22,15 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngine,
+    ClosedError,
     CorruptBucketError,
     Deadline,
     ProtocolError,
     ReceiverLink,
     SenderLink,
+    Topology,
     VersionFiles,
+    WeightlaneError,
 )
 
 from .version.tensor_spec import dtype_name
@@ -40,6 +43,7 @@ _MOST_DESCRIBED_BYTES = HEADER_BYTES - 1024
 """Most bytes that the tensors of a block may take in its header."""
 _CHECKSUM_CHARS = 16
 _HOST = torch.device("cpu")
+_Link = TypeVar("_Link", SenderLink, ReceiverLink)
 
 
 class _Tensor(BaseModel):
@@ -67,23 +71,55 @@ class _Header(BaseModel):
     """Whether the version ends here."""
 
 
-class TensorSender:
-    """Sends tensors over `link`, from two buckets of memory: one is filled while the other is sent.
+class _StreamEnd(Generic[_Link]):
+    """One end of a stream. It serves one connection: after an error, or `close`, another one takes its place."""
+
+    def __init__(self, link: _Link, timeout_s: float) -> None:
+        self._link: _Link = link
+        self._timeout_s, self._connected = timeout_s, False
+
+    def address(self) -> dict[str, Any]:
+        """Return the address of this end for a topology, as JSON data."""
+        return dict(self._link.address())
+
+    def connect(self, topology: Topology) -> None:
+        """Connect as the end with its name in `topology`. All ends call this at the same time.
+
+        Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError`, or the engine's errors; it is closed then.
+        """
+        try:
+            self._link.connect(topology, Deadline.after(self._timeout_s))
+        except BaseException:
+            self.close()
+            raise
+        self._connected = True
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._connected = False
+        self._link.close()
+
+    def _require_connection(self) -> None:
+        if not self._connected:
+            hint = "All workers connect before they send or receive, and again after an error."
+            raise ClosedError("it is not connected.", part=self._link.part, hint=hint)
+
+
+class TensorSender(_StreamEnd[SenderLink]):
+    """Sends tensors to all receivers of its topology, from two buckets of memory: one is filled while the other is sent.
 
     Args:
-        engine: Engine of `link`, which allocates the memory.
-        link: Link that is connected to `receivers`.
-        receivers: Names of all receivers.
+        name: Its name in the topology.
+        engine: Engine of the transfer, which also allocates the memory.
         bucket_bytes: Largest bucket, a multiple of 64.
-        timeout_s: Longest time, in seconds, that the receivers may take for a bucket.
+        timeout_s: Longest time, in seconds, to connect, and that the receivers may take for a bucket.
     """
 
-    def __init__(
-        self, engine: CheckpointEngine, link: SenderLink, receivers: list[str], bucket_bytes: int, timeout_s: float
-    ) -> None:
-        self._link, self._receivers, self._bucket_bytes, self._timeout_s = link, receivers, bucket_bytes, timeout_s
-        self._engine = engine
-        self._memory = [engine.allocate(HEADER_BYTES + bucket_bytes, _HOST) for _ in range(2)]
+    def __init__(self, name: str, engine: CheckpointEngine, bucket_bytes: int, timeout_s: float) -> None:
+        super().__init__(SenderLink.of(engine, name, _HOST), timeout_s)
+        self._engine, self._bucket_bytes = engine, bucket_bytes
+        self._receivers: list[str] = []
+        self._memory: list[torch.Tensor] = []
         self._stores = engine.capabilities.persistent
         self._prefixes: list[bytes] = []
         """For engines that store versions: one for each bucket, empty since other tools cannot read these files."""
@@ -92,34 +128,57 @@ class TensorSender:
         self._tensors: list[_Tensor] = []
         """The tensors in the block that is being filled."""
         self._filled, self._described_bytes = 0, 0
-        self.sent_bytes = 0
+        self._sent_bytes = 0
 
-    def free(self) -> None:
-        """Free the memory of the buckets. Call it when the link is closed."""
-        for memory in self._memory:
-            self._engine.free(memory)
+    def connect(self, topology: Topology) -> None:
+        """See `_StreamEnd.connect`."""
+        super().connect(topology)
+        self._receivers = list(topology.receivers)
+        self._memory = [self._engine.allocate(HEADER_BYTES + self._bucket_bytes, _HOST) for _ in range(2)]
 
-    async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Send all `weights`. Returns when every receiver has them; one that reads from a store may still be reading.
+    def close(self) -> None:
+        """Close the connection and free the memory of the buckets. Idempotent."""
+        super().close()
+        memory, self._memory = self._memory, []
+        for each in memory:
+            self._engine.free(each)
 
-        A tensor may be changed as soon as the next one is requested. Raises the errors of `SenderLink.post` and
-        `SenderLink.flush`, `ProtocolError` for a tensor whose name and shape do not fit in a header, and the errors of `weights`.
-        The link is then closed, so that the receivers do not wait.
+    async def send(self, weights: AsyncIterator[tuple[str, torch.Tensor]], version: int) -> int:
+        """Send all `weights`. Returns their bytes when every receiver has them; one that reads from a store may still be reading.
+
+        A tensor may be changed as soon as the next one is requested. After an error it is closed, so that the receivers do not
+        wait. If the transfer fails, the rest of `weights` is still iterated over: other processes may gather them with this one.
+
+        Raises:
+            PeerLostError: A receiver died, or failed and hung up.
+            DeadlineExceededError: A receiver did not take a bucket in time.
+            ClosedError: It is not connected.
+            WeightlaneError: The engine failed, or the name and shape of a tensor do not fit in a header (`ProtocolError`).
         """
+        self._require_connection()
         try:
-            if self._stores:
-                files = VersionFiles(version, self._prefixes, {})
-                await asyncio.to_thread(self._link.open_version, files, Deadline.after(self._timeout_s))
-            async for name, tensor in weights:
-                await self._add(name, tensor, version)
-            await self._end_block(version)
-            await self._start(_Header(ends=True), version)
-            await self._sent()
-        except BaseException:
+            return await self._send_all(weights, version)
+        except BaseException as error:
             self._link.close()
             with contextlib.suppress(Exception):
                 await self._sent()
+            self.close()
+            if isinstance(error, WeightlaneError):
+                async for _ in weights:
+                    pass
             raise
+
+    async def _send_all(self, weights: AsyncIterator[tuple[str, torch.Tensor]], version: int) -> int:
+        self._sent_bytes = 0
+        if self._stores:
+            files = VersionFiles(version, self._prefixes, {})
+            await asyncio.to_thread(self._link.open_version, files, Deadline.after(self._timeout_s))
+        async for name, tensor in weights:
+            await self._add(name, tensor, version)
+        await self._end_block(version)
+        await self._start(_Header(ends=True), version)
+        await self._sent()
+        return self._sent_bytes
 
     async def _add(self, name: str, tensor: torch.Tensor, version: int) -> None:
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -186,27 +245,34 @@ class TensorSender:
             self._link.post(Bucket(version, self._index, data), self._receivers, deadline)
             self._index += 1
         self._link.flush(deadline)
-        self.sent_bytes += header.nbytes
+        self._sent_bytes += header.nbytes
 
 
-class TensorReceiver:
-    """Receives over `link` what a `TensorSender` sends.
+class TensorReceiver(_StreamEnd[ReceiverLink]):
+    """Receives what the `TensorSender` of its topology sends.
 
     Args:
-        link: Link that is connected to `sender`.
-        sender: Name of the sender.
-        timeout_s: Longest time, in seconds, to wait for a bucket.
+        name: Its name in the topology.
+        engine: Engine of the transfer.
+        timeout_s: Longest time, in seconds, to connect, and to wait for a bucket.
     """
 
-    def __init__(self, link: ReceiverLink, sender: str, timeout_s: float) -> None:
-        self._link, self._sender, self._timeout_s = link, sender, timeout_s
+    def __init__(self, name: str, engine: CheckpointEngine, timeout_s: float) -> None:
+        super().__init__(ReceiverLink.of(engine, name, _HOST), timeout_s)
+        self._sender = ""
         self._index = 0
+
+    def connect(self, topology: Topology) -> None:
+        """See `_StreamEnd.connect`. The topology has one sender."""
+        (self._sender,) = topology.senders
+        super().connect(topology)
 
     async def blocks(self, version: int) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Yield the blocks of `version` as `next_block` returns them, and receive one ahead of the caller.
 
-        The link is closed after an error, also when the caller stops early, so that the sender does not wait.
+        It is closed after an error, also when the caller stops early, so that the sender does not wait.
         """
+        self._require_connection()
         loop = asyncio.get_running_loop()
         ahead = loop.run_in_executor(None, self.next_block, version)
         try:
@@ -214,7 +280,7 @@ class TensorReceiver:
                 ahead = loop.run_in_executor(None, self.next_block, version)
                 yield block
         except BaseException:
-            self._link.close()
+            self.close()
             await asyncio.gather(ahead, return_exceptions=True)
             raise
 
@@ -224,6 +290,7 @@ class TensorReceiver:
         The tensors share memory that is theirs alone. Raises `CorruptBucketError` if bytes changed on their way, `ProtocolError`,
         `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
         """
+        self._require_connection()
         header = self._header(version)
         if header.ends:
             return None

@@ -11,13 +11,14 @@ True
 from .data.batch import LossDenominators, TokenBatch
 from .data.sequences import IGNORED, MicroBatch
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
-from .engines.fsdp2.loading import whole_model
-from .engines.fsdp2.shards import checkpoint_tensors, local_shards
-from .engines.fsdp2.state import resume, save
+from .engines.fsdp2.shards import local_shards, trained_slices
+from .engines.hf.checkpoint import CheckpointRun, checkpoint_runs, checkpoint_tensors, whole_model
 from .engines.hf.export import ExportedModel, export_model
 from .engines.hf.model_dir import check_model_dir, kept_types
-from .engines.hf.names import CheckpointRun, checkpoint_runs
-from .engines.optimizers.settings import AdamParams, init_optimizer_state
+from .engines.hf.stored_slices import TrainedSlice
+from .engines.hf.training_state import resume, save_state
+from .engines.optimizers.adamw import AdamW
+from .engines.optimizers.settings import AdamParams
 from .engines.rank_collectives import on_every_rank, on_rank_zero, require_open, share_json
 from .engines.torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
@@ -28,6 +29,7 @@ __all__ = [
     "STATE_PARTS",
     "TOP",
     "AdamParams",
+    "AdamW",
     "BackwardResult",
     "CheckpointRun",
     "ExportedModel",
@@ -41,12 +43,12 @@ __all__ = [
     "StatePart",
     "TokenBatch",
     "TorchEngine",
+    "TrainedSlice",
     "TrainingEngine",
     "check_model_dir",
     "checkpoint_runs",
     "checkpoint_tensors",
     "export_model",
-    "init_optimizer_state",
     "kept_types",
     "local_shards",
     "needed_outputs",
@@ -55,7 +57,8 @@ __all__ = [
     "outputs_by_sequence",
     "require_open",
     "resume",
-    "save",
+    "save_state",
     "share_json",
+    "trained_slices",
     "whole_model",
 ]

@@ -17,8 +17,6 @@ from typing import Any
 if sys.version_info < (3, 11):  # noqa: UP036 - what is imported below needs it, too
     sys.exit("weightlane needs Python 3.11 or newer: name one that has torch, with make gpu PYTHON=...")
 
-from benchmarks.command import put_into
-
 from .checkout import PACKAGES, ROOT, make_importable, what_is_missing
 from .report import markdown, report_of
 from .running import PASSED, Result, run_step
@@ -36,8 +34,6 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default="one", help=f"of {', '.join(TOTAL_S)}; several with commas")
     parser.add_argument("--only", default="", help="names of steps, with commas; all by default")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder for gpu.json, gpu.md and logs")
-    parser.add_argument("--document", type=Path, help="whose part between the markers becomes the table")
-    parser.add_argument("--show", type=Path, metavar="JSON", help="run nothing: show this earlier report")
     options = parser.parse_args(arguments)
     options.parts = [part for part in options.parts.split(",") if part]
     if unknown := sorted(set(options.parts) - set(TOTAL_S)):
@@ -48,8 +44,6 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run the steps that were asked for, and publish their report. Returns the exit code."""
     options = options_of(arguments)
-    if options.show is not None:
-        return publish(json.loads(options.show.read_text(encoding="utf-8")), options)
     with tempfile.TemporaryDirectory(prefix="weightlane-gpu-") as folder:
         make_importable(Path(folder, "path"))
         env = environment(Path(folder, "path"))
@@ -65,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if not results:
         print(f"there is no step called {options.only} in {', '.join(options.parts)}", file=sys.stderr)
         return _BAD_USAGE
-    return publish(report_of(facts, datetime.now(UTC).date().isoformat(), options.parts, results), options)
+    return publish(report_of(facts, datetime.now(UTC).date().isoformat(), options.parts, results), options.out)
 
 
 def environment(importable: Path) -> dict[str, str]:
@@ -108,16 +102,11 @@ def run_all(options: argparse.Namespace, facts: dict[str, Any], ini: Path, env: 
     return results
 
 
-def publish(report: dict[str, Any], options: argparse.Namespace) -> int:
-    """Write the report to the folder and the document that the options name. Returns the exit code."""
-    options.out.mkdir(parents=True, exist_ok=True)
+def publish(report: dict[str, Any], out: Path) -> int:
+    """Write the report to the folder `out`. Returns the exit code."""
     table = markdown(report)
-    (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (options.out / "gpu.md").write_text(table, encoding="utf-8")
-    if options.document is not None:
-        options.document.write_text(
-            put_into(options.document.read_text(encoding="utf-8"), "make gpu", table), encoding="utf-8"
-        )
+    (out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    (out / "gpu.md").write_text(table, encoding="utf-8")
     print(f"\n{table}")
     failed = [step["name"] for step in report["steps"] if step["outcome"] != PASSED]
     print(f"not passed: {', '.join(failed)}" if failed else "all passed")

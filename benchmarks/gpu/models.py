@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-SHARE_OF_MEMORY = 1 / 8
+SHARE_OF_MEMORY = 1 / 10
 """Largest share of a GPU's memory that a model's files may have.
 
-vLLM takes half of the memory. The rest holds the trainer's weights, their snapshot, and up to two staged versions.
+vLLM takes half of the memory. The rest holds the model's and the trainer's weights, a snapshot, and up to two staged versions.
 """
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 PACKAGES = ("numpy", "pydantic", "pluggy", "fsspec", "xxhash", "typer", "rich", "pytest", "hypothesis")
 """Packages that weightlane, its command and its tests import beside torch. Their pip names are their import names."""
-OPTIONAL = ("triton", "vllm", "safetensors", "aiohttp", "transformers", "megatron")
+OPTIONAL = ("triton", "vllm", "safetensors", "transformers", "megatron")
 _DRIVER = re.compile(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s")
 
 

@@ -16,24 +16,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from benchmarks.command import Report, as_figures, finish, options_of
-from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import (
+    CollectivePublisher,
     CommitReport,
-    Coordinator,
     Expectation,
     ExpectedTensor,
     LocalShard,
-    Publisher,
-    Rendezvous,
     Subscriber,
     SyncConfig,
     TensorSpec,
@@ -76,28 +73,6 @@ def _in_turn(handle: Callable[..., Any], turn: AbstractContextManager[Any]) -> C
     return handled
 
 
-class Rollout:
-    """The receiving process: its live model, and a subscriber."""
-
-    def __init__(self, address: dict[str, Any], engine: str, device: torch.device) -> None:
-        self._runtime = runtime_of(device)
-        self._live = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in SHAPES.items()}
-        expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
-        self._subscriber = Subscriber("rollout-0/0", address, engine, {}, Expectation(expected), device=device)
-
-    def commit(self, version: int) -> list[int]:
-        """Load a version into the live model. Returns the model's `fingerprint`."""
-        for name, tensor in self._subscriber.take(version).items():
-            self._live[name].copy_(tensor, non_blocking=True)
-        self._runtime.synchronize()
-        self._subscriber.release(version)
-        return fingerprint(self._live)
-
-    def close(self) -> None:
-        """End the subscription."""
-        self._subscriber.close()
-
-
 def fingerprint(tensors: dict[str, torch.Tensor]) -> list[int]:
     """A number for each tensor, in the order of `SHAPES`; equal for equal bits."""
     found = []
@@ -108,15 +83,21 @@ def fingerprint(tensors: dict[str, torch.Tensor]) -> list[int]:
 
 
 def receive(engine: str, device: torch.device) -> None:
-    """Serve the other process, which says on standard input what is to be done."""
-    line = JsonSocket(socket.socket(fileno=0))
+    """Be the receiving process, with a live model and a subscriber. The other process says on standard input what is to do."""
+    line, runtime = JsonSocket(socket.socket(fileno=0)), runtime_of(device)
+    live = {name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in SHAPES.items()}
+    expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
     asked = line.receive()
     assert asked is not None
-    rollout = Rollout(asked["address"], engine, device)
-    line.send({"ready": True})
+    subscriber = Subscriber("rollout-0/0", asked["address"], engine, {}, Expectation(expected), device=device)
+    line.send({})
     while (asked := line.receive()) is not None:
-        line.send({"fingerprint": rollout.commit(asked["commit"])})
-    rollout.close()
+        for name, tensor in subscriber.take(asked["commit"]).items():
+            live[name].copy_(tensor, non_blocking=True)
+        runtime.synchronize()
+        subscriber.release(asked["commit"])
+        line.send({"fingerprint": fingerprint(live)})
+    subscriber.close()
 
 
 class Replica:
@@ -132,14 +113,18 @@ class Replica:
         """Name of the subscriber of its one rank."""
         return ["rollout-0/0"]
 
+    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:  # noqa: ARG002 - it has both
+        """Have the receiving process subscribe."""
+        await asyncio.to_thread(self._ask, {"address": dict(rendezvous)})
+
     async def commit(self, version: int) -> CommitReport:
         """Have the receiving process load a version."""
-        answer = await asyncio.to_thread(self._ask, version)
+        answer = await asyncio.to_thread(self._ask, {"commit": version})
         self.fingerprint = answer["fingerprint"]
         return CommitReport(version, blocked_s=0.0)
 
-    def _ask(self, version: int) -> dict[str, Any]:
-        self._line.send({"commit": version})
+    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
+        self._line.send(what)
         answer = self._line.receive(self._deadline_s)
         if answer is None:
             raise RuntimeError("the receiving process has died")
@@ -160,38 +145,23 @@ def sync(engine: str, codec: str, device: torch.device, deadline_s: float) -> in
     command = [sys.executable, "-m", "benchmarks.gpu.sanitizer", "--receive", engine, "--device", device.type]
     with theirs:
         child = subprocess.Popen(command, stdin=theirs.fileno(), stdout=sys.stderr.fileno(), env=dict(os.environ))  # noqa: S603
-    line = JsonSocket(ours)
-    closing: list[Any] = []
+    replica = Replica(line := JsonSocket(ours), deadline_s)
+    generator = torch.Generator().manual_seed(0)
+    live = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
+    shards = [LocalShard.whole(SPECS[name], tensor) for name, tensor in live.items()]
+    config = SyncConfig(bucket_mib=1, codec=codec, deadline_s=deadline_s, stall_s=deadline_s, retries=0)
     try:
-        rendezvous = Rendezvous.host()
-        line.send({"address": rendezvous.address.to_plain()})
-        if line.receive(deadline_s) is None:
-            raise RuntimeError("the receiving process has died")
-        generator = torch.Generator().manual_seed(0)
-        live = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
-        config = SyncConfig(bucket_mib=1, codec=codec, deadline_s=deadline_s, stall_s=deadline_s, retries=0)
-        publisher = Publisher(
-            "trainer-0",
-            rendezvous.address,
-            shards=[LocalShard.whole(SPECS[name], tensor) for name, tensor in live.items()],
-            engine=CheckpointEngineRegistry().create(engine),
-            config=config,
-        )
-        replica = Replica(line, deadline_s)
-        coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], config)
-        closing += [coordinator, publisher]
-        for version in range(1, VERSIONS + 1):
-            publisher.publish(version)
-            publisher.fence()
-            asyncio.run(coordinator.sync(version))
-            expected = fingerprint({name: tensor.bfloat16() for name, tensor in live.items()})
-            if replica.fingerprint != expected:
-                raise RuntimeError(f"version {version} arrived with other bits over {engine}, {codec}")
-            for tensor in live.values():
-                tensor.view(-1)[:: 97 + version].mul_(1.5)  # the optimizer's step
+        with CollectivePublisher(shards, [replica], backend=engine, config=config) as publisher:
+            for version in range(1, VERSIONS + 1):
+                publisher.publish(version)
+                publisher.fence()
+                publisher.wait()
+                expected = fingerprint({name: tensor.bfloat16() for name, tensor in live.items()})
+                if replica.fingerprint != expected:
+                    raise RuntimeError(f"version {version} arrived with other bits over {engine}, {codec}")
+                for tensor in live.values():
+                    tensor.view(-1)[:: 97 + version].mul_(1.5)  # the optimizer's step
     finally:
-        for part in closing:
-            part.close()
         line.close()
         try:
             child.wait(deadline_s)

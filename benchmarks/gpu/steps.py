@@ -98,7 +98,7 @@ def _memory_bytes(devices: Sequence[Mapping[str, Any]]) -> int:
 def _with_vllm(devices: Sequence[Mapping[str, Any]]) -> list[Step]:
     def needs(ranks: int) -> Any:
         def missing(facts: Mapping[str, Any]) -> str:
-            if absent := _packages("vllm", "safetensors", "aiohttp")(facts):
+            if absent := _packages("vllm", "safetensors", "transformers")(facts):
                 return absent
             if len(facts["devices"]) < ranks:
                 return f"it takes {ranks} GPUs"
@@ -116,10 +116,10 @@ def _with_vllm(devices: Sequence[Mapping[str, Any]]) -> list[Step]:
             f"vllm-tp{ranks}-{engine}",
             "vllm",
             f"versions into vLLM with CUDA graphs, TP{ranks}, over `{engine}`",
-            ("-m", "benchmarks.gpu.vllm_server", "--json", "{out}", "--tp", str(ranks), "--engine", engine, *paths),
+            ("-m", "benchmarks.gpu.vllm_replica", "--json", "{out}", "--tp", str(ranks), "--engine", engine, *paths),
             _as_they_are,
             600,
-            f"python -m benchmarks.gpu.vllm_server --tp {ranks} --engine {engine} {names}",
+            f"python -m benchmarks.gpu.vllm_replica --tp {ranks} --engine {engine} {names}",
             needs(ranks),
         )
         for ranks, engine in ((1, "cuda_ipc"), (1, "shm"), (2, "shm"))

@@ -5,9 +5,9 @@
     python -m benchmarks.peers --list
 
 A round: the sender changes every element (not timed); the exchange lasts from then until the last receiver has the new values in
-its own tensors, in place; each receiver's CRC-32 must equal the sender's (not timed). A peer that cannot run here has a row with
-the reason. Every process computes with one thread; a turn of a peer is a process group of its own, which is killed when the turn
-has ended or takes too long.
+its own tensors, in place; each receiver's CRC-32 must equal the sender's (not timed), but for plain copies, which go to other
+memory. A peer that cannot run here has a row with the reason. The processes are those of `weightlane bench`: each computes with
+one thread, and a turn of a peer has processes of its own, which are killed when the turn has ended or a call takes too long.
 
 *trainer blocked* lasts until the sender may change its tensors again. *rollout blocked* is the time for which the slowest
 receiver's tensors were in use: from when the data are available where it pulls, the whole transfer where it takes part.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.command import Report, shown, spread, table
 
-from .halves import Peer
+from .catalogue import Peer
 
 TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
 YARDSTICK = "memcpy-all"
@@ -16,9 +16,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def rows_of(peers: Mapping[str, Peer], answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of what the peers' processes have answered so far."""
-    rows = [_row(peers[name], each) for name, each in answers.items() if each]
+def rows_of(peers: Mapping[str, Peer], answers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of what was found of each peer: its ``rounds``, and ``unavailable`` or ``failed`` with the reason."""
+    rows = [_row(peers[name], found) for name, found in answers.items()]
     limit = next((row["latency_s"]["median"] for row in rows if row["name"] == YARDSTICK and "latency_s" in row), None)
     for row in rows:
         if limit is not None and "latency_s" in row:
@@ -26,17 +26,16 @@ def rows_of(peers: Mapping[str, Peer], answers: Mapping[str, Sequence[Mapping[st
     return rows
 
 
-def _row(peer: Peer, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _row(peer: Peer, found: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"name": peer.name, "group": peer.group, "through": peer.through, "what": peer.what}
-    rounds = [each for each in answers if "round" in each]
+    row |= {kind: found[kind] for kind in ("unavailable", "failed") if kind in found}
+    rounds = found["rounds"]
     counted = [each for each in rounds if not each["warm_up"]]
-    for each in answers:
-        row |= {kind: each[kind] for kind in ("unavailable", "failed") if kind in each}
     if not counted or "failed" in row:
         return row
     return {
         **row,
-        "versions": next(each["versions"] for each in answers if "versions" in each),
+        "versions": peer.versions(),
         **{figure: spread(each[figure] for each in counted) for figure in TIMES},
         "first_round_s": rounds[0]["latency_s"],
         "rounds": len(counted),

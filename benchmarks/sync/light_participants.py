@@ -123,7 +123,7 @@ class LightParticipant(Participant):
 
     def _fetch(self, board: Mailbox, key: str, deadline: Deadline) -> None:
         # Not parsed: a rank does that on its own host, for itself alone.
-        value = board._client.ask(Frame(Kind.GET, 0, board._name(key), b"")).result(deadline)
+        value = board._owner.ask(Frame(Kind.GET, 0, board._name(key), b"")).result(deadline)
         assert value, "in time"
 
     def _close_links(self) -> None:

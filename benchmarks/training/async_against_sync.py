@@ -18,15 +18,11 @@ tasks that greedy decoding answers rightly. Their times count from the start of 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +30,7 @@ import torch
 
 from benchmarks.command import Report, finish, options_of, say, shown, spread, table
 from benchmarks.training import multiples
+from benchmarks.training.watched_run import WatchedRun
 
 GROUP_SIZE, PROMPTS_PER_STEP = 8, 16
 MODES = {"synchronous": 0, "asynchronous": 2}
@@ -49,8 +46,6 @@ ABOUT = {
     "none": "no delays: all processes share two cores",
     "delays": f"delays as of a GPU: {1000 * PASS_S:.0f} ms a forward pass of vLLM, {1000 * TOKEN_S:.1f} ms a trained token",
 }
-_LONGEST_RUN_S, _END_S = 1200.0, 60.0
-"""Most seconds of a run, and of its end when it is ended early."""
 COLOURS = {"synchronous": "#b07aa1", "asynchronous": "#4e79a7"}
 
 SLOW_VLLM = f"""
@@ -143,27 +138,16 @@ def install_delays(folder: Path) -> Path:
 
 
 def run_once(folder: Path, name: str, text: str, site: Path | None) -> list[dict[str, Any]]:
-    """Make a run; returns its events. Raises `subprocess.SubprocessError` if it fails, or takes too long."""
+    """Make a run; returns its events. Raises `subprocess.SubprocessError` if it fails, `TimeoutError` if it takes too long."""
     path = folder / f"{name}.toml"
     path.write_text(text)
-    environment = dict(os.environ)
-    if site is not None:
-        environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [environment.get("PYTHONPATH")])])
-    command = [str(Path(sys.executable).with_name("weightlane")), "train", str(path), "--plain"]
-    log = folder / f"{name}.log"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:  # noqa: S603
-        try:
-            code = process.wait(_LONGEST_RUN_S)
-        except BaseException:
-            process.terminate()  # so that it ends what it started
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
-            raise
-    if code:
-        say(log.read_text()[-3000:])
-        raise subprocess.CalledProcessError(code, command)
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    found = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    run = WatchedRun(path, folder / name, {} if site is None else {"PYTHONPATH": os.pathsep.join(found)})
+    try:
+        run.left_behind()
+        return run.events()
+    finally:
+        run.close()
 
 
 def row_of(events: Sequence[Mapping[str, Any]], accuracies: Mapping[int, float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Costs of parts of training next to those of what they replace: a head over a large vocabulary, padding, passes, and loading.
 
-    python -m benchmarks.training.engines [--parts head,packing,experts,slots,loading] [--json FILE]
+    python -m benchmarks.training.engines [--parts head,packing,slots,loading] [--json FILE]
 
 Each method runs in a process of its own, in turn with the others, so that its peak memory is its own. On a CPU, with one thread.
 `cuda-head` measures the first part on a GPU, next to liger-kernel and cut-cross-entropy (which leaves out small gradients) where
@@ -190,24 +190,6 @@ def packing() -> list[dict[str, Any]]:
         ]
 
 
-def experts() -> list[dict[str, Any]]:
-    """Experts one after the other, and by grouped matrix products."""
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 1000, "num_experts": 64}
-    chosen = {"num_experts_per_tok": 8, "moe_intermediate_size": 128}
-    about = f"8 of 64 experts for each of {sum(LENGTHS)} tokens, megatron, forward and backward"
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), torch.float32, kind="Qwen3MoeConfig", **sizes, **chosen)
-        ways = {"one after another": False, "grouped": True}
-        settings = {
-            name: json.dumps({"engine": "megatron", "megatron": {"grouped_gemm": grouped}})
-            for name, grouped in ways.items()
-        }
-        return [
-            {"what": about, "method": name, "tokens": sum(LENGTHS), **_measured("step", folder, settings[name])}
-            for name in ways
-        ]
-
-
 def _slots(path: str, tokens: str, way: str) -> Callable[[], None]:
     """Forward and backward of a program's rank on a sequence of each slot: all in one call, or a call for each."""
     from weightlane.trainer import LoraConfig, TrainerConfig
@@ -246,8 +228,8 @@ def slots() -> list[dict[str, Any]]:
         ]
 
 
-def write_model(path: Path, dtype: torch.dtype, kind: str = "Qwen3Config", **sizes: int) -> None:
-    """Write a Qwen3 of these sizes with random weights, or another `kind`, and a tokenizer of two words."""
+def write_model(path: Path, dtype: torch.dtype, **sizes: int) -> None:
+    """Write a Qwen3 of these sizes with random weights, and a tokenizer of two words."""
     import transformers
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -259,7 +241,7 @@ def write_model(path: Path, dtype: torch.dtype, kind: str = "Qwen3Config", **siz
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    config = getattr(transformers, kind)(**{**usual, **sizes})
+    config = transformers.Qwen3Config(**{**usual, **sizes})
     transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))  # noqa: S106 - a word
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(path)  # noqa: S106 - as above
@@ -269,9 +251,10 @@ def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
     """Load as one of four ranks."""
     from weightlane.trainer import TrainerConfig
     from weightlane.trainer.engines.fsdp2 import engine as module
+    from weightlane.trainer.engines.hf import checkpoint
 
     if how == "whole model":  # what every rank did before, and still does with older checkpoint formats
-        module.can_read_slices = lambda *_: False
+        checkpoint.stored_weights = lambda *_: None
     engine = module.Fsdp2Engine(TrainerConfig(device="cpu", ranks=4), int(rank), 4, ("127.0.0.1", int(port)))
     from transformers import AutoModelForCausalLM  # noqa: F401 - so that its import isn't measured
 
@@ -320,7 +303,6 @@ WAYS: dict[str, Callable[..., dict[str, float]]] = {
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "head": head,
     "packing": packing,
-    "experts": experts,
     "slots": slots,
     "loading": loading,
     "cuda-head": cuda_head,
@@ -342,7 +324,7 @@ def text(report: Report) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = options_of(__doc__)
-    parser.add_argument("--parts", default="head,packing,experts,slots,loading", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default="head,packing,slots,loading", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--way", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.way:  # a process of its own, for one method

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.command import Report, finish, options_of, say, table
-from benchmarks.training.disturbed_run import WEIGHTLANE, DisturbedRun
+from benchmarks.training.watched_run import WEIGHTLANE, WatchedRun
 from weightlane.cli.fleet.scale_files import RECORD, FleetRecord, read_file
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/arithmetic"
@@ -58,7 +58,7 @@ def exact_match(completion, task):
 """
 
 
-def start(folder: Path, name: str, seed: int, steps: int) -> DisturbedRun:
+def start(folder: Path, name: str, seed: int, steps: int) -> WatchedRun:
     """Begin a run with the material in `folder`."""
     loop = {"steps": steps, "samples_per_step": GROUP_SIZE * PROMPTS_PER_STEP}
     fleet = {"replicas": REPLICAS, "max_replicas": MOST, "max_replacements": 1000, "drain_timeout_s": 5}
@@ -76,10 +76,10 @@ def start(folder: Path, name: str, seed: int, steps: int) -> DisturbedRun:
     }
     (folder / "hold").unlink(missing_ok=True)
     shutil.rmtree(folder / name, ignore_errors=True)
-    return DisturbedRun(folder / "arithmetic.toml", folder / name, settings)
+    return WatchedRun(folder / "arithmetic.toml", folder / name, settings=settings)
 
 
-def disturb(run: DisturbedRun, hold: Path, seed: int, steps: int, events: int) -> Counter[str]:
+def disturb(run: WatchedRun, hold: Path, seed: int, steps: int, events: int) -> Counter[str]:
     """Kill, add and remove replicas in the first nine tenths of the steps. Returns how often each was done.
 
     While the file `hold` exists, the run gets no rewards.
@@ -125,7 +125,7 @@ def disturb(run: DisturbedRun, hold: Path, seed: int, steps: int, events: int) -
     return done
 
 
-def row_of(run: DisturbedRun, done: Counter[str], before: list[list[str]] | None) -> Report:
+def row_of(run: WatchedRun, done: Counter[str], before: list[list[str]] | None) -> Report:
     """The figures of a run that has ended, with the prompts of its steps; `before` are those of the undisturbed run, if any."""
     steps, (started,) = run.events("training_step"), run.events("run_started")
     lost, joined, gone = (run.events(f"replica_{name}") for name in ("lost", "joined", "left"))

@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 import runpy
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.command import Report, finish, options_of, say, table
+from benchmarks.training.watched_run import WatchedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 TURNS = ("generation", "training", "sync")
@@ -92,10 +91,12 @@ def measure(hidden: int, layers: int, steps: int, cache_mib: int) -> Report:
     """Make the run, and read its turns. Raises `subprocess.CalledProcessError` if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         path = configuration(Path(folder), hidden, layers, steps, cache_mib)
-        command = [str(Path(sys.executable).with_name("weightlane")), "train", str(path), "--plain"]
-        subprocess.run(command, check=True, stdout=sys.stderr, timeout=3600)  # noqa: S603 - this very program
-        lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-    ended = [line for line in lines if line["event"] == "turn_ended"]
+        run = WatchedRun(path, Path(folder) / "run")
+        try:
+            run.left_behind()
+            ended = run.events("turn_ended")
+        finally:
+            run.close()
     later = ended[4:]  # the first sync, and the turns that touch memory for the first time
     rows = []
     for process in ended[0]["held_bytes"]:

@@ -26,9 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from ..deadline import Deadline
 from ..errors import ConfigError, PeerLostError, ProtocolError
-from ..runtime.lifecycle import Lifecycle
+from ..waits import Deadline, Lifecycle
 
 SECRET_BYTES = 32
 TAG_BYTES = 32

@@ -20,7 +20,7 @@ To run it as part of an engine's own tests, override two fixtures in a module th
 
 The suite runs each half of the engine in a process of its own, and kills, freezes and closes it there. The engine's
 `Capabilities` decide which checks run; the others are skipped with the reason. `EngineConformance.expected_failures` lists checks
-that an engine cannot pass for a reason outside it. A table in ``docs/guides/conformance.md`` says what each check proves.
+that an engine cannot pass for a reason outside it. A check's docstring says how its promise is tried.
 
 Further multi-process tests of an engine can use the same parts: derive their class from `ConformanceBase`, override the same
 fixtures, and use the fixtures ``connected`` or ``halves``.

@@ -21,17 +21,7 @@ from .pytest_run import CheckResult, SuiteReport, refuse_unknown, registered_sui
 GROUP = "weightlane.conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its engine's name."""
 _PART = "conformance"
-_LIMITS = (
-    "deadline_s",
-    "interrupted_s",
-    "expiring_s",
-    "settle_s",
-    "slack_s",
-    "prompt_s",
-    "grace_s",
-    "rounds",
-    "most_halves",
-)
+_LIMITS = tuple(ConformanceBase.__annotations__)
 _SOURCE = """\
 import pytest
 from {module} import {suite} as _Suite

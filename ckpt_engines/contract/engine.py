@@ -41,8 +41,8 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from ..channels.channel import Address, Channel
 from ..channels.socket_factory import SocketFactory, TcpSocketFactory
-from ..deadline import Deadline
 from ..errors import EngineContractError
+from ..waits import Deadline
 from .bucket import Bucket
 from .capabilities import Capabilities
 from .field_docs import document_fields
@@ -189,8 +189,8 @@ class CheckpointEngine(ABC):
     config_type: ClassVar[type[EngineConfig]] = EngineConfig
     registered_as: str = ""
     """Name under which the registry found the engine; empty when it was made without the registry."""
-    link_types: ClassVar[Any] = None
-    """Subclasses of `SenderLink` and `ReceiverLink` that the framework uses instead of these, for engines that inject faults."""
+    link_types: ClassVar[Mapping[type, type[Any]]] = {}
+    """Subclasses that the framework uses instead of `SenderLink` and `ReceiverLink`, by these, for engines that inject faults."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Raise `EngineContractError` for an invalid declaration. The registry finds missing ones, which a class may inherit."""

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..deadline import Deadline
+from ..waits import Deadline
 from .engine import WeightSender
 from .field_docs import document_fields
 

@@ -12,8 +12,8 @@ from abc import abstractmethod
 
 import torch
 
-from ..deadline import Deadline
 from ..runtime.devices import HOST
+from ..waits import Deadline
 from .engine import WeightReceiver, WeightSender
 
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, EngineConfig
-from ..deadline import Deadline
 from ..errors import ClosedError, PeerLostError, StorageError
+from ..waits import Deadline
 
 
 class FaultKind(StrEnum):

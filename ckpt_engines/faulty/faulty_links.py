@@ -1,21 +1,31 @@
-"""Links that inject faults into the calls of the halves that they wrap."""
+"""``faulty:NAME``: the engine NAME with faults injected into its links on purpose, to test and soak the code that uses engines.
+
+The wrapper has the wrapped engine's capabilities and keeps the contract: it raises typed errors, its delays end by the deadline,
+and ``close`` from another thread ends an injected hang. Whether a bucket has a fault, and which, depends only on the seed, the
+half's name, the session, the version and the bucket's index. A half injects at most one fault per session and version, so that
+faults can be counted, and appends each to a log before it happens.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
+from pydantic import Field, create_model
 
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology
-from ..deadline import Deadline
 from ..errors import StorageError
-from ..links.sides import ReceiverLink, SenderLink
-from .faults import HINT, RECEIVER_KINDS, SENDER_KINDS, FaultKind, Faults, FaultyEngine
+from ..links import ReceiverLink, SenderLink
+from ..waits import Deadline
+from .faults import HINT, RECEIVER_KINDS, SENDER_KINDS, FaultKind, Faults, FaultyConfig, FaultyEngine
 
+PREFIX = "faulty:"
+"""Prefix of the wrapped engine's name."""
 _LOST = "the connection was lost"
 
 
@@ -137,3 +147,18 @@ class FaultyReceiverLink(ReceiverLink):
         """See `ReceiverLink.close`."""
         self._faults.close()
         super().close()
+
+
+@functools.cache
+def faulty(inner: type[CheckpointEngine]) -> type[FaultyEngine]:
+    """Return the engine class that wraps `inner`: it has the same capabilities, and its options contain those of `inner`."""
+    options = (inner.config_type, Field(description=f"Options of {inner.__name__}."))
+    return type(
+        f"Faulty{inner.__name__}",
+        (FaultyEngine, inner),
+        {
+            "__doc__": f"{inner.__name__} with injected faults.",
+            "config_type": create_model(f"Faulty{inner.config_type.__name__}", __base__=FaultyConfig, inner=options),
+            "link_types": {SenderLink: FaultySenderLink, ReceiverLink: FaultyReceiverLink},
+        },
+    )

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -221,6 +221,23 @@ def runtime_of(device: torch.device) -> DeviceRuntime:
         return DeviceRuntime(HOST)
     kind = CudaRuntime if device.type == "cuda" else DeviceRuntime
     return kind(device, torch.get_device_module(device))
+
+
+def buffer_device(devices: Collection[str], preferred: torch.device | None, part: str) -> torch.device:
+    """Return `preferred`, the device of the weights, if it is of the `devices` whose memory an engine carries, else the CPU.
+
+    Raises `ConfigError` when the engine carries neither memory, or when `preferred` is an accelerator without index.
+    """
+    if preferred is not None and preferred.type in devices:
+        return checked_device(preferred, part)
+    if HOST.type in devices:
+        return HOST
+    where = "on no device that was named" if preferred is None else f"on {preferred}"
+    raise ConfigError(
+        f"the weights are {where}, and the engine carries {' and '.join(sorted(devices))} memory only.",
+        part=part,
+        hint="Choose an engine that carries the memory in which the weights are: checkpoint_engine.backend.",
+    )
 
 
 def numbered_device(device_type: str, number: int = 0) -> torch.device:

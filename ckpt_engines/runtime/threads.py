@@ -153,25 +153,32 @@ def _work(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
     while (call := calls.get()) is not None:
         future, function = call
         if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
-                future.set_exception(error)
+            _run(function, future)
         del call, future, function  # keep no reference while waiting for the next call
         idle.release()
+
+
+def _run(call: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+        future.set_exception(error)
 
 
 def call_in_thread(call: Callable[[], T], name: str = "weightlane-call") -> Future[T]:
     """Run `call` in a daemon thread of its own, which is never joined. The future gets its result, or whatever it raises."""
     future: Future[T] = Future()
+    threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
+    return future
 
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
-            future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+def start_call(call: Callable[[], T]) -> Future[T]:
+    """Run an engine's `call` in a daemon thread of its own; in this one if the program is ending and can start no thread."""
+    future: Future[T] = Future()
+    try:
+        start_thread("weightlane-engine-call", _run, call, future)
+    except RuntimeError:  # from Python 3.12 on
+        _run(call, future)
     return future
 
 

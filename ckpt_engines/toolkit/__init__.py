@@ -25,7 +25,7 @@ from ..channels.listener import listen_tcp
 from ..channels.socket_factory import LocalSocketFactory, SocketFactory, TcpSocketFactory, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
 from ..runtime.environment import environment
-from ..runtime.lifecycle import Lifecycle
+from ..waits import Lifecycle, poll_until, run_bounded
 from .bucket_messages import (
     acknowledge,
     announce,
@@ -38,7 +38,6 @@ from .bucket_messages import (
 )
 from .engine_memory import EngineMemory
 from .halves import PairedEngine, PairedReceiver, PairedSender, PostingHalf
-from .waiting import poll_until, run_bounded
 
 __all__ = [
     "Channel",

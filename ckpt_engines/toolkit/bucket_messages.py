@@ -8,10 +8,8 @@ from typing import Any
 
 from ..channels.channel import Channel
 from ..contract.bucket import Bucket
-from ..deadline import Deadline
 from ..errors import ProtocolError
-from ..runtime.lifecycle import Lifecycle
-from .waiting import poll_until
+from ..waits import Deadline, Lifecycle, poll_until
 
 _FIELDS = ("version", "index", "nbytes")
 

@@ -26,8 +26,7 @@ from ..contract.engine import (
     WeightSender,
     engine_label,
 )
-from ..deadline import Deadline
-from ..runtime.lifecycle import Lifecycle
+from ..waits import Deadline, Lifecycle
 from .bucket_messages import choose, receive_payload, send_payload
 
 

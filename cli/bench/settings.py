@@ -14,43 +14,36 @@ _PART = "benchmark"
 
 
 class BenchSettings(BaseModel):
-    """Settings of a benchmark. It measures every engine with every codec and every level of integrity."""
+    """Settings of a benchmark, which are the options of ``weightlane bench``; its help explains them.
+
+    Every engine is measured with every codec and every level of integrity.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    engines: tuple[str, ...] = Field(("shm",), min_length=1, description="Names of checkpoint engines.")
-    codecs: tuple[str, ...] = Field(
-        ("dense",), min_length=1, description="Values of `sync.codec`, or of `sync.quantise`."
-    )
-    integrity: tuple[str, ...] = Field(("full",), min_length=1, description="Values of `sync.integrity`.")
-    model: str = Field("tiny", description="A name of `MODELS`, or a directory of safetensors files.")
-    device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="Device of the parameters; `devices` is the number of GPUs."
-    )
-    devices: int = Field(1, ge=1, le=64, description="Number of GPUs. The processes use them in turn.")
-    receivers: int = Field(2, ge=1, le=64, description="Number of receiving processes.")
-    density: float = Field(0.01, ge=0, le=1, description="Share of the elements that change from version to version.")
-    rounds: int = Field(5, ge=1, le=1000, description="Number of measured rounds. One more round warms up.")
-    step_s: float | None = Field(
-        None,
-        ge=0,
-        le=600,
-        description="Seconds between publishing and the fence; None is one and a half times the duration of the snapshot.",
-    )
-    loops: bool = Field(False, description="Also measure how much syncs slow down a training loop and a decode loop.")
-    fit: bool = Field(
-        False,
-        description="Also measure parts of the model, and fit a fixed cost and a bandwidth to each row's latency.",
-    )
-    loop_s: float = Field(2.0, gt=0, le=600, description="Shortest duration of each of these measurements, in seconds.")
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters and of their changes.")
-    threads: int = Field(1, ge=1, le=1024, description="Threads of torch in every process.")
-    bucket_mib: float | None = Field(None, gt=0, le=4096, description="None is the default of `sync.bucket_mib`.")
-    deadline_s: float = Field(120.0, gt=0, description="Longest time of any single operation, in seconds.")
-    directory: Path | None = Field(
-        None, description="Directory for files of engines and limits; the system's temporary directory by default."
-    )
-    options: Mapping[str, Mapping[str, Any]] = Field(default_factory=dict, description="Options by engine.")
+    engines: tuple[str, ...] = Field(("shm",), min_length=1)
+    codecs: tuple[str, ...] = Field(("dense",), min_length=1)
+    """Values of `sync.codec`, or of `sync.quantise`."""
+    integrity: tuple[str, ...] = Field(("full",), min_length=1)
+    model: str = "tiny"
+    device: Literal["cpu", "cuda"] = "cpu"
+    devices: int = Field(1, ge=1, le=64)
+    receivers: int = Field(2, ge=1, le=64)
+    density: float = Field(0.01, ge=0, le=1)
+    rounds: int = Field(5, ge=1, le=1000)
+    step_s: float | None = Field(None, ge=0, le=600)
+    loops: bool = False
+    loop_s: float = Field(2.0, gt=0, le=600)
+    """Shortest duration of each measurement of `loops`, in seconds."""
+    fit: bool = False
+    seed: int = Field(0, ge=0, lt=2**32)
+    threads: int = Field(1, ge=1, le=1024)
+    bucket_mib: float | None = Field(None, gt=0, le=4096)
+    deadline_s: float = Field(120.0, gt=0)
+    directory: Path | None = None
+    """Directory for files of engines and limits; None for the system's temporary directory."""
+    options: Mapping[str, Mapping[str, Any]] = {}
+    """Options by engine."""
 
     @field_validator("engines", "codecs", "integrity")
     @classmethod

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +32,7 @@ def measure(settings: Sequence[str], *, as_json: bool, out: Sequence[Path], **va
             raise ConfigError(f"there is no directory {path.resolve().parent} to write {path.name} to.", part=_PART)
         if path.suffix != _JSON:
             check_plot(path)
-    with own_stdout() as stdout, _terminable():
+    with own_stdout() as stdout:
         shown = console(sys.stderr if as_json else stdout, soft_wrap=False)
         found = run_bench(chosen, lambda text: shown.print(text, style="dim", markup=False))
         if not isinstance(found, BenchReport):
@@ -67,23 +63,6 @@ def _write(report: BenchReport, path: Path) -> None:
         path.write_text(_text_of(report) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error}.", part=_PART) from error
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the block, and everything that the block started, as Ctrl-C does."""
-
-    def end(*_: object) -> None:
-        raise asyncio.CancelledError
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:

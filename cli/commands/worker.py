@@ -23,9 +23,7 @@ from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.named import Objective
-from weightlane.trainer.runner.job_files import JobFiles
-from weightlane.trainer.runner.job_queue.contract import JobQueue
-from weightlane.trainer.runner.job_queue.job_store import JobStore
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.runner import Runner
 
@@ -107,9 +105,9 @@ def _opened(jobs: str, config: WorkerConfig) -> tuple[JobQueue, Path]:
     section = config.worker
     if "://" in jobs:
         workers = section.dir or Path("workers")
-        return JobStore(jobs, section.storage_options, lease_s=section.lease_s), workers.resolve()
+        return JobQueue(jobs, section.storage_options, lease_s=section.lease_s), workers.resolve()
     directory = Path(jobs).resolve()
-    return JobFiles(directory), (section.dir or directory / "workers").resolve()
+    return JobQueue(directory), (section.dir or directory / "workers").resolve()
 
 
 def fitted_worker(config: WorkerConfig, machines: Machines, *, counted: bool = True) -> WorkerConfig:

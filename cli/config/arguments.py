@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..extras import require
-from .toml_file import existing, starts_vllm
+from .toml_file import starts_vllm
 
 
 def _show_version(asked: bool) -> None:
@@ -24,7 +24,7 @@ def _show_version(asked: bool) -> None:
 VersionOption = Annotated[
     bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
 ]
-ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False, callback=existing)]
+ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the configuration; repeatable.")
 ]

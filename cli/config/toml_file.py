@@ -12,13 +12,6 @@ from weightlane.ckpt_engines import ConfigError
 _PART = "configuration"
 
 
-def existing(path: Path) -> Path:
-    """Return `path`. Raises `ConfigError` if there is no such configuration file."""
-    if not path.exists():
-        raise ConfigError(f"there is no configuration file {path}.", part=_PART)
-    return path
-
-
 def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file. Raises `ConfigError`, which names the file and line of a syntax error."""
     try:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import types
-import typing
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from weightlane.ckpt_engines.contract.capabilities import Capabilities
 from weightlane.ckpt_engines.contract.engine import CheckpointEngine
 from weightlane.ckpt_engines.registry import CheckpointEngineRegistry, EngineListing
-
-from .evidence import EVIDENCE
 
 _TITLE = """\
 # Engine reference
@@ -26,6 +25,50 @@ installed, with the reason where an engine cannot run on this machine; `weightla
 every installed engine, those of other distributions included. How to write one:
 [Writing an engine](../guides/writing-an-engine.md).
 """
+_PRETENDED = (
+    "on pretended devices, streams, events, memory and the order of operations, where a missing wait, a wrong device and memory"
+    " that is reused too early are found"
+)
+_CPU = "on two cores of an x86-64 machine without a GPU (torch 2.13.0+cpu, 2026-11-25)"
+_GPU = "on one H200 (torch 2.11.0+cu130, NCCL 2.28.9, 2026-11-28)"
+EVIDENCE = {
+    "gloo": (
+        f"**Run** {_CPU}: the conformance suite; several senders; beside a default process group."
+        " **Not run**: several machines, several network cards."
+    ),
+    "nccl": (
+        f"**Run** {_CPU}: control connections, options and aborts that hang, without NCCL; {_PRETENDED}; {_GPU}: three"
+        " quarters of the conformance suite, between processes that share a GPU over NCCL's sockets"
+        " (`python -m benchmarks.gpu.one_gpu nccl`)."
+        " **Not run**: a GPU for each rank, over NVLink or InfiniBand (`make gpu PARTS=multi`)."
+    ),
+    "hccl": (
+        f"**Run** {_CPU}: as for `nccl`. **Not run**: HCCL itself, and torch_npu (`pytest -m npu`, two NPUs or more)."
+    ),
+    "shm": (
+        f"**Run** {_CPU}: the conformance suite; kill -9 of either side in every phase; sender and receiver in user, mount, pid,"
+        " network and IPC namespaces of their own."
+    ),
+    "cuda_ipc": (
+        f"**Run** {_CPU}: the protocol, which is that of `shm`, over CPU memory; arguments of the driver's functions, once, by"
+        f" hand, against a stand-in library that prints them; {_PRETENDED}; {_GPU}: the conformance suite, memory after a kill,"
+        " and torch's stream sanitizer, between processes that share a GPU. **Not run**: two GPUs over NVLink or PCIe."
+    ),
+    "filesystem": (
+        f"**Run** {_CPU}: the conformance suite on a local directory; `s3://` against an S3 API served by moto on loopback."
+        " **Not run**: NFS; S3 of a cloud provider."
+    ),
+}
+"""What was run of each built-in engine, where and when, and what was not. Update it together with the run."""
+_WORDS = {
+    "str": "text",
+    "Path": "path",
+    "bool": "true or false",
+    "int": "integer",
+    "float": "number",
+    "Any": "any value",
+}
+"""Words of TOML for types of Python."""
 _MEANINGS = {
     "persistent": "buckets outlive the sender's process",
     "elastic": "receivers may join and leave without a new connection of the others",
@@ -54,7 +97,7 @@ def _overview(rows: Iterable[EngineListing]) -> str:
         if row.capabilities is not None:
             facts = (_names(row.capabilities.devices), _names(row.capabilities.delivery), _flags(row.capabilities))
             lines.append((f"[{row.name}](#{row.name})", *facts))
-    return _table(("engine", "memory", "delivery", "also"), lines)
+    return markdown_table(("engine", "memory", "delivery", "also"), lines)
 
 
 def _section(row: EngineListing, engine: type[CheckpointEngine]) -> str:
@@ -69,18 +112,15 @@ def _section(row: EngineListing, engine: type[CheckpointEngine]) -> str:
     ]
     if declared:
         parts.append(f"Declares {'; '.join(declared)}.\n")
-    options = [
-        (f"`{name}`", _type(field.annotation), _default(field), field.description or "")
-        for name, field in engine.config_type.model_fields.items()
-    ]
-    parts.append(_table(("option", "type", "default", "meaning"), options) if options else "No options.\n")
-    if evidence := EVIDENCE.get(row.name, ()) if row.distribution.split()[0] == "weightlane" else ():
-        lines = [(item.what, f"**{item.result}**", item.date, item.device) for item in evidence]
-        parts.append(_table(("what", "result", "date", "device"), lines))
+    options = [option_row(name, field) for name, field in engine.config_type.model_fields.items()]
+    parts.append(markdown_table(("option", "type", "default", "meaning"), options) if options else "No options.\n")
+    if row.distribution.split()[0] == "weightlane":
+        parts.append(f"{EVIDENCE[row.name]}\n")
     return "\n".join(parts)
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, ("---",) * len(head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
@@ -94,24 +134,30 @@ def _flags(capabilities: Capabilities) -> str:
     return ", ".join(name.replace("_", " ") for name in flags if name != "channels")  # channels concern no user
 
 
-def _type(annotation: Any) -> str:
-    """Return an annotation as text: ``int``, ``float or none``, ``'a' or 'b'``."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type(argument) for argument in arguments)
-    if origin is typing.Literal:
-        return " or ".join(f"`{argument!r}`" for argument in arguments)
+def option_row(name: str, field: FieldInfo) -> tuple[str, str, str, str]:
+    """Return name, type, default and meaning of a key of a configuration, as Markdown."""
+    default = field.get_default(call_default_factory=True)
+    shown = "not set" if default is None else f"`{json.dumps(default, default=str)}`"
+    return (
+        f"`{name}`",
+        _type_name(field.annotation),
+        "required" if field.is_required() else shown,
+        (field.description or "").replace("\n", " "),
+    )
+
+
+def _type_name(annotation: Any) -> str:
+    """Return an annotation in the words of TOML: ``integer``, ``path or text``, ``list of number``. None is not said."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(each) for each in arguments if each is not type(None))
     if origin is not None:
-        return f"{origin.__name__} of {', '.join(_type(argument) for argument in arguments)}"
-    if annotation is type(None):
-        return "none"
-    return "any" if annotation is Any else str(getattr(annotation, "__name__", annotation))
-
-
-def _default(field: Any) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "none"
-    return f"`{json.dumps(value, default=str)}`"
+        inside = ", ".join(_type_name(each) for each in arguments if each is not Ellipsis)
+        kind = "list" if origin is tuple else origin.__name__
+        return f"{kind} of {inside}" if inside else kind
+    name = getattr(annotation, "__name__", str(annotation))
+    return _WORDS.get(name, name)

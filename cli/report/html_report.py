@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import StorageError
+from weightlane.plugins.trace.part import finite
 
 _FILES = Path(__file__).parent / "page_files"
 
@@ -29,7 +30,7 @@ def page_of(record: Mapping[str, Any]) -> str:
 
 def json_of(record: Mapping[str, Any]) -> str:
     """The record as JSON."""
-    return json.dumps(_plain(record), allow_nan=False, separators=(",", ":"))
+    return json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
 
 
 def write_page(record: Mapping[str, Any], path: Path) -> None:
@@ -43,17 +44,6 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
         raise StorageError(
             f"cannot write {path}: {error.strerror}.", part="report", hint="Choose another --out."
         ) from error
-
-
-def _plain(value: Any) -> Any:
-    """Replace floats that JSON cannot represent, such as the loss of a diverged run, by text."""
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return str(value)
-    return value
 
 
 def _file(name: str) -> str:

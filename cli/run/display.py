@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -18,35 +19,72 @@ from weightlane.trainer.loop.sampling.tally import described_samples
 from weightlane.trainer.loop.summary import RunSummary
 
 
-class RunDisplay:
+class ProgressDisplay(ABC):
     """An observer that shows the progress of a run of `steps` optimizer steps.
 
-    If `live`, a table is redrawn in place, instead of a line per optimizer step.
+    If `live`, a bar and the newest figures are redrawn in place, instead of a line per optimizer step.
     """
 
     def __init__(self, console: Console, steps: int, *, live: bool) -> None:
-        self._console = console
-        self._steps = steps
-        self._last: Mapping[str, Any] = {}
-        self._sync: Mapping[str, Any] = {}
-        self._blocked_s = 0.0
-        self._version = 0
-        self._step = 0
-        self._failed: Counter[str] = Counter()
+        self._console, self._steps, self._step = console, steps, 0
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         )
         self._task = self._progress.add_task("training", total=steps)
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4) if live else None
 
+    @abstractmethod
+    def _figures(self) -> RenderableType:
+        """Return the newest figures, which are shown below the bar."""
+
     def say(self, text: str) -> None:
         """Print one line about the run."""
         self._console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def stop(self) -> None:
-        """Stop redrawing the table."""
+        """Stop redrawing."""
         if self._live is not None and self._live.is_started:
             self._live.stop()
+
+    @hookimpl
+    def run_started(self, facts: Mapping[str, Any]) -> None:
+        """Start to redraw."""
+        self._move(facts["step"])
+        if self._live is not None:
+            self._live.start()
+
+    @hookimpl
+    def run_ended(self) -> None:
+        """Stop redrawing."""
+        self.stop()
+
+    def _move(self, step: int) -> None:
+        self._step = step
+        self._progress.update(self._task, completed=step)
+
+    def _say_step(self, figures: str) -> None:
+        """Print a line about the step that was taken, unless figures are redrawn in place."""
+        if self._live is None:
+            self.say(f"step {self._step}/{self._steps}  {figures}")
+
+    def _warn(self, event: str, details: object) -> None:
+        text = f"[yellow]{escape(event)}:[/yellow] {escape(str(details))}"
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        return Group(self._progress, self._figures())
+
+
+class RunDisplay(ProgressDisplay):
+    """Shows a run of ``weightlane train``."""
+
+    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
+        super().__init__(console, steps, live=live)
+        self._last: Mapping[str, Any] = {}
+        self._sync: Mapping[str, Any] = {}
+        self._blocked_s = 0.0
+        self._version = 0
+        self._failed: Counter[str] = Counter()
 
     @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -56,28 +94,19 @@ class RunDisplay:
         self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f} (greedy, {facts['tasks']} tasks){told}")
 
     @hookimpl
-    def run_started(self, facts: Mapping[str, Any]) -> None:
-        """Start the live table."""
-        self._step = facts["step"]
-        self._progress.update(self._task, completed=self._step)
-        if self._live is not None:
-            self._live.start()
-
-    @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Refresh the table, or print a line."""
-        self._step, self._last = step, facts
-        self._progress.update(self._task, completed=step)
+        """Refresh the figures, or print a line."""
+        self._move(step)
+        self._last = facts
         if "published_version" in facts:
             self._blocked_s = facts["trainer_blocked_s"]
-        if self._live is None:
-            published = f" for v{facts['published_version']}" if "published_version" in facts else ""
-            self.say(
-                f"step {step}/{self._steps}  reward {facts['reward']:.3f}  serving v{self._version}"
-                f"  staleness {facts['staleness_mean']:.2f} (max {facts['staleness_max']})"
-                f"  {facts['tokens_per_s']:.0f} tok/s  trainer blocked {1e3 * self._blocked_s:.1f} ms{published}"
-                f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms{self._failures()}"
-            )
+        published = f" for v{facts['published_version']}" if "published_version" in facts else ""
+        self._say_step(
+            f"reward {facts['reward']:.3f}  serving v{self._version}"
+            f"  staleness {facts['staleness_mean']:.2f} (max {facts['staleness_max']})"
+            f"  {facts['tokens_per_s']:.0f} tok/s  trainer blocked {1e3 * self._blocked_s:.1f} ms{published}"
+            f"  rollout blocked {1e3 * self._sync.get('rollout_blocked_s', 0.0):.0f} ms{self._failures()}"
+        )
 
     @hookimpl
     def version_committed(self, version: int, facts: Mapping[str, Any]) -> None:
@@ -124,19 +153,10 @@ class RunDisplay:
             item = "an optimizer step" if kind == "step" else f"a sample ({kind})"
             self._warn(f"{item} failed", f"{facts['error']} (later ones are only counted here; see failures.jsonl)")
 
-    @hookimpl
-    def run_ended(self) -> None:
-        """Stop the table."""
-        self.stop()
-
-    def _warn(self, event: str, details: object) -> None:
-        text = f"[yellow]{escape(event)}:[/yellow] {escape(str(details))}"
-        self._console.print(text, highlight=False, soft_wrap=True)
-
     def _failures(self) -> str:
-        return f"  failed: {_counted(self._failed)}" if self._failed else ""
+        return f"  failed: {counted(self._failed)}" if self._failed else ""
 
-    def _render(self) -> RenderableType:
+    def _figures(self) -> RenderableType:
         last, sync = self._last, self._sync
         table = Table.grid(padding=(0, 3))
         table.add_row(
@@ -151,10 +171,11 @@ class RunDisplay:
             f"rollout blocked {1e3 * sync.get('rollout_blocked_s', 0.0):.0f} ms",
             f"sync latency {1e3 * sync.get('latency_s', 0.0):.0f} ms",
         )
-        return Group(self._progress, table)
+        return table
 
 
-def _counted(failures: Mapping[str, int]) -> str:
+def counted(failures: Mapping[str, int]) -> str:
+    """Return the number of failures of each kind in words."""
     return ", ".join(f"{count} {kind}" for kind, count in failures.items())
 
 
@@ -197,7 +218,7 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
     if summary.dropped_groups:
         table.add_row("groups dropped as too stale", f"{summary.dropped_groups}")
     if summary.failures:
-        table.add_row("failed", escape(_counted(summary.failures)))
+        table.add_row("failed", escape(counted(summary.failures)))
     if summary.replicas_lost:
         table.add_row("rollout replicas lost", f"{summary.replicas_lost}, {summary.replicas_replaced} replaced")
     if summary.replicas_added or summary.replicas_left:

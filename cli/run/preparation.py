@@ -17,8 +17,8 @@ from weightlane.trainer.algorithms.composition import (
     role_names,
     role_trainer,
 )
+from weightlane.trainer.algorithms.policy_gradient import reference_state
 from weightlane.trainer.algorithms.ppo import critic_state
-from weightlane.trainer.algorithms.reference_refresh import reference_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
 from weightlane.trainer.data.rewards import Judge, Reward, no_reward
 from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_splits

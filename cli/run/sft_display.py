@@ -1,62 +1,33 @@
-"""Shows supervised fine-tuning to its user: a progress bar on a terminal, lines elsewhere, and a summary at the end."""
+"""Shows supervised fine-tuning to its user: a bar on a terminal, lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from weightlane.plugins import hookimpl
 from weightlane.trainer.runner.sft_loop import SftSummary
 
+from .display import ProgressDisplay, counted
 
-class SftDisplay:
-    """An observer that shows the progress of a run of `steps` optimizer steps.
 
-    If `live`, a progress bar is redrawn in place, instead of a line per optimizer step.
-    """
+class SftDisplay(ProgressDisplay):
+    """Shows a run of ``weightlane sft``."""
 
-    def __init__(self, console: Console, steps: int, *, live: bool) -> None:
-        self._console, self._steps = console, steps
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console) if live else None
-        self._task = self._bar.add_task("training", total=steps, figures="") if self._bar else None
-
-    def say(self, text: str) -> None:
-        """Print one line about the run."""
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    def stop(self) -> None:
-        """Stop redrawing the bar."""
-        if self._bar is not None:
-            self._bar.stop()
-
-    @hookimpl
-    def run_started(self, facts: Mapping[str, Any]) -> None:
-        """Start the bar."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=facts["step"])
-            self._bar.start()
+    _newest = ""
 
     @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Move the bar, or print a line."""
-        figures = f"loss {facts['loss']:.4f}  grad norm {facts['grad_norm']:.3g}  {facts['tokens_per_s']:.0f} tok/s"
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, figures=figures)
-        else:
-            self.say(f"step {step}/{self._steps}  {figures}  epoch {facts['epoch']:.2f}")
+        """Refresh the figures, or print a line."""
+        self._move(step)
+        self._newest = (
+            f"loss {facts['loss']:.4f}  grad norm {facts['grad_norm']:.3g}  {facts['tokens_per_s']:.0f} tok/s"
+        )
+        self._say_step(f"{self._newest}  epoch {facts['epoch']:.2f}")
 
     @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -68,12 +39,10 @@ class SftDisplay:
     @hookimpl
     def item_failed(self, facts: Mapping[str, Any]) -> None:
         """Print the failure."""
-        self._console.print(f"[yellow]an optimizer step failed:[/yellow] {escape(str(facts['error']))}", soft_wrap=True)
+        self._warn("an optimizer step failed", facts["error"])
 
-    @hookimpl
-    def run_ended(self) -> None:
-        """Stop the bar."""
-        self.stop()
+    def _figures(self) -> RenderableType:
+        return self._newest
 
 
 def print_sft_summary(console: Console, summary: SftSummary, directory: str) -> None:
@@ -87,8 +56,7 @@ def print_sft_summary(console: Console, summary: SftSummary, directory: str) -> 
     if summary.skipped_examples:
         table.add_row("examples left out as too long", f"{summary.skipped_examples}")
     if summary.failures:
-        failed = ", ".join(f"{count} {kind}" for kind, count in summary.failures.items())
-        table.add_row("failed", escape(failed))
+        table.add_row("failed", escape(counted(summary.failures)))
     table.add_row("wall time", f"{summary.wall_s:.1f} s")
     table.add_row("files", escape(directory))
     console.print(table)

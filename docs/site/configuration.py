@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.config.sft_config import SftRunConfig
 from weightlane.cli.config.tinker_config import TinkerConfig
 from weightlane.cli.config.validation import FILLED_IN
 from weightlane.cli.config.worker_config import RolloutsSection, WorkerSection
+from weightlane.cli.engines.reference import markdown_table, option_row
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys
@@ -57,19 +56,11 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
         if section := _section_in(field.annotation):
             inner.append((f"{path}.{name}" if path else name, section))
             continue
-        default = field.get_default(call_default_factory=True)
-        shown = (
-            "required"
-            if default is PydanticUndefined
-            else "not set"
-            if default is None
-            else f"`{json.dumps(default, default=str)}`"
-        )
-        rows.append(f"| `{name}` | {_type_name(field.annotation)} | {shown} | {_cell(field.description or '')} |")
+        rows.append(option_row(name, field))
     if path:
         yield f"\n## [{path}]\n\n{(model.__doc__ or '').strip().splitlines()[0]}\n\n"
     if rows:
-        yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+        yield markdown_table(("key", "type", "default", "meaning"), rows)
     for inner_path, section in inner:
         yield from sections(inner_path, section)
 
@@ -79,32 +70,6 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     if get_origin(annotation) in (Union, types.UnionType):
         return next((found for each in get_args(annotation) if (found := _section_in(each))), None)
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _type_name(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type_name(arguments[0])
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(each) for each in arguments if each is not type(None))
-    if origin is not None:
-        inside = ", ".join(_type_name(each) for each in arguments if each is not Ellipsis)
-        kind = "list" if origin is tuple else origin.__name__
-        return f"{kind} of {inside}" if inside else kind
-    return {
-        "str": "text",
-        "Path": "path",
-        "bool": "true or false",
-        "int": "integer",
-        "float": "number",
-        "Any": "any value",
-    }.get(getattr(annotation, "__name__", ""), getattr(annotation, "__name__", str(annotation)))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 def page() -> str:

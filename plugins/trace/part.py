@@ -46,15 +46,15 @@ def _json(event: dict[str, Any]) -> bytes:
     try:
         return json.dumps(event, default=str, allow_nan=False).encode() + b"\n"
     except ValueError:
-        return json.dumps(_finite(event), default=str).encode() + b"\n"
+        return json.dumps(finite(event), default=str).encode() + b"\n"
 
 
-def _finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities as text, because readers refuse them as numbers."""
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities, such as the loss of a diverged run, as text: JSON has no such numbers."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -16,8 +16,9 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     WeightlaneError,
 )
-from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
+from weightlane.sync import Expectation, LiveStream, Placement, SlicedTensors, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
+from weightlane.sync.version.sliced_tensors import without_data
 
 from ..contract.loader import RankLoader, SwappableDelta
 from ..contract.rank_group import RankGroup
@@ -159,7 +160,7 @@ class LiveWeights:
     ) -> WeightlaneError | None:
         """Write every bucket of a version into the parameters as it is received, unless there was an `error` before."""
         if error is None:
-            error = self._run(lambda: self.loader.learn_specs(stream.specs, self._group))
+            error = self._run(lambda: self.loader.learn(stream.specs, self._group))
         if error is not None:
             stream.fail(error)  # The receiving thread must not wait for this rank.
             subscriber.restored()
@@ -210,7 +211,7 @@ class LiveWeights:
 
     def _replace(self, change: _Change, subscriber: Subscriber) -> WeightlaneError | None:
         """Load `change.tensors` on every rank. If that fails, the version before is restored if it is still staged."""
-        error = self._run(lambda: self.loader.learn_for(change.tensors, self._group))
+        error = self._run(lambda: self._learn(change.tensors))
         if error is not None:
             return error
         began = time.perf_counter()
@@ -231,7 +232,7 @@ class LiveWeights:
         previous = _Change()
         second = self._run(lambda: self._take_previous(previous, change.version, version, subscriber))
         if second is None:
-            second = self._run(lambda: self.loader.learn_for(previous.tensors, self._group))
+            second = self._run(lambda: self._learn(previous.tensors))
         if second is None:
             second = self._run(lambda: self._load(previous.tensors, subscriber))
         self._release(previous, subscriber)
@@ -251,6 +252,9 @@ class LiveWeights:
             raise CommitError(
                 f"{served} served before version {version}, and version {change.version} is staged.", part=self._part
             )
+
+    def _learn(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.loader.learn(without_data(tensors), self._group, sliced=isinstance(tensors, SlicedTensors))
 
     def _load(self, tensors: Mapping[str, torch.Tensor], subscriber: Subscriber) -> None:
         self.loader.write(tensors)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +10,6 @@ import torch
 from weightlane.ckpt_engines import (
     DeadlineExceededError,
     ProtocolError,
-    QuarantinedError,
     ReplicaTakenError,
     WeightlaneError,
 )
@@ -20,7 +17,7 @@ from weightlane.sync import Expectation, Placement, Subscriber
 
 from ..contract.rank_group import RankGroup
 from .live_weights import LiveWeights
-from .remote_failure import RemoteFailureError, quarantined, untouched
+from .remote_failure import RemoteFailureError
 from .transfer_calls import RANKS, ConnectRequest, UpdateRequest, replica_scope, validated
 
 
@@ -175,42 +172,7 @@ class ReceivingRank:
             )
 
 
-@asynccontextmanager
-async def connecting_within(limit_s: float, part: str) -> AsyncIterator[None]:
-    """Bound a `ReceivingRank.connect` in an engine's own process. Raises the rank's error, or `DeadlineExceededError`."""
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            yield
-    except RemoteFailureError as failure:
-        raise failure.error from failure
-    except TimeoutError as cause:
-        if not limit.expired():
-            raise
-        raise not_connected(limit_s, part) from cause
-
-
 def not_connected(limit_s: float, part: str) -> DeadlineExceededError:
     """The error of a connection that has taken longer than `limit_s` seconds."""
     hint = "Check that the publisher lives and can be reached, or raise rollout.connect_timeout_s."
     return DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=part, hint=hint)
-
-
-@asynccontextmanager
-async def updating_within(limit_s: float, part: str, *, trusted: bool) -> AsyncIterator[None]:
-    """Bound a `ReceivingRank.update`, as `connecting_within`, and raise what `RolloutEngine.update` does for its failures."""
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            yield
-    except RemoteFailureError as failure:
-        if failure.intact and trusted and not isinstance(failure.error, QuarantinedError):
-            raise untouched(failure.error, part) from failure
-        raise quarantined(failure.error, part, "The replica must not serve") from failure
-    except TimeoutError as cause:
-        if not limit.expired():
-            raise
-        late = DeadlineExceededError(
-            f"the weights were not replaced within {limit_s:.0f} s.", part=part, hint="Raise rollout.commit_timeout_s."
-        )
-        raise quarantined(late, part, "The replica must not serve") from cause

@@ -14,7 +14,7 @@ To run it as part of an engine's own tests, derive a class in a module that pyte
 
 The suite makes tiny models with random weights, drives the engine by a `LocalReplica` in its own process, and publishes versions
 to it with a real publisher. It compares tokens and log-probabilities with plain transformers, loaded from the files of each
-version. ``docs/guides/writing-a-rollout-engine.md`` lists what each check proves.
+version. A check's docstring says how its promise is tried.
 
 The suite needs Linux, pytest, transformers and safetensors, in addition to the requirements of the engine.
 """

@@ -60,7 +60,7 @@ class OneRankTrainer:
             self._rendezvous.address,
             shards=[LocalShard.whole(spec, self.live[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(backend, self.options),
-            config=SyncConfig(bucket_mib=_BUCKET_MIB, **publishing),
+            config=SyncConfig(**{"bucket_mib": _BUCKET_MIB, **publishing}),
         )
         self._coordinator: Coordinator | None = None
 
@@ -108,37 +108,18 @@ class OneRankTrainer:
         self._rendezvous.close()
 
 
-class GatedReplica:
-    """The replica under test as the coordinator sees it. A check can act between the staging and the commit of a version."""
+class GatedReplica(LocalReplica):
+    """The replica under test. A check can act between the staging and the commit of a version."""
 
-    def __init__(self, replica: LocalReplica) -> None:
-        self._replica = replica
-        self.before_commit: Callable[[], Awaitable[object]] | None = None
-        """Awaited once, before the next commit."""
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-        return self._replica.name
-
-    def subscriber_names(self) -> list[str]:
-        """The names of its ranks' subscribers."""
-        return self._replica.subscriber_names()
+    before_commit: Callable[[], Awaitable[object]] | None = None
+    """Awaited once, before the next commit by the coordinator."""
 
     async def commit(self, version: int) -> CommitReport:
         """Commit a version after `before_commit`."""
         action, self.before_commit = self.before_commit, None
         if action is not None:
             await action()
-        return await self._replica.commit(version)
-
-    async def rollback(self, version: int) -> None:
-        """Roll a version back."""
-        await self._replica.rollback(version)
-
-    async def quarantine(self, error: WeightlaneError) -> None:
-        """Take the replica out of service."""
-        await self._replica.quarantine(error)
+        return await super().commit(version)
 
 
 class RefusingReplica:

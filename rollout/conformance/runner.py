@@ -14,8 +14,7 @@ from weightlane.ckpt_engines.conformance.pytest_run import refuse_unknown, regis
 
 from ..config import RolloutConfig
 from ..contract.registry import missing_capabilities
-from .checks.base import RolloutConformanceBase
-from .resolve import engine_class
+from .checks.base import RolloutConformanceBase, engine_class
 from .suite import RolloutEngineConformance
 
 GROUP = "weightlane.rollout_conformance"

@@ -16,7 +16,6 @@ from weightlane.sync import Outcome, Replica, ReplicaState, SyncReport
 from ..config import RolloutConfig
 from ..contract.engine import RolloutEngine
 from ..contract.records import Completion
-from ..replicas.local_replica import LocalReplica
 from .models import PROMPT
 from .publishing import GatedReplica, OneRankTrainer
 
@@ -37,8 +36,7 @@ class Serving:
     """
 
     def __init__(self, engine: type[RolloutEngine], config: RolloutConfig, model_dir: Path, deadline_s: float) -> None:
-        self.replica = LocalReplica(REPLICA, config, model_dir, engine=engine)
-        self.gate = GatedReplica(self.replica)
+        self.replica = GatedReplica(REPLICA, config, model_dir, engine=engine)
         self.model_dir = model_dir
         self.trainer: OneRankTrainer | None = None
         self._deadline_s = deadline_s
@@ -92,7 +90,7 @@ class Serving:
         self.trainer = OneRankTrainer(tensors, backend, options, self.replica.version)
         try:
             await self.replica.connect(self.trainer.address, backend, options)
-            await self.trainer.connect([self.gate, *more(self.trainer)], self._deadline_s)
+            await self.trainer.connect([self.replica, *more(self.trainer)], self._deadline_s)
         finally:
             if before is not None:
                 await asyncio.to_thread(before.close)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from weightlane.ckpt_engines import CommitError, ConfigError
-from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, TensorSpec
+from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement
 
 from .rank_group import RankGroup
 
@@ -29,6 +29,18 @@ class SwappableDelta(Protocol):
 
     def swap(self) -> None:
         """Exchange the elements with those in the weights: the second call undoes the first."""
+
+
+class ShapeAndDtype(Protocol):
+    """A tensor, or the description of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type."""
 
 
 class RankLoader(ABC):
@@ -62,11 +74,13 @@ class RankLoader(ABC):
         """The memory of which every version writes every byte, by torch's id of the storage. Other memory may not be lost."""
         return {}
 
-    def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:  # noqa: B027 - optional
-        """Find out how a version of these tensors, which may be lazy, is written. Changes nothing; raises if it cannot be."""
+    def learn(  # noqa: B027 - optional
+        self, specs: Mapping[str, ShapeAndDtype], group: RankGroup, *, sliced: bool = False
+    ) -> None:
+        """Find out how a version with tensors of these `specs` is written. Changes nothing; raises if it cannot be.
 
-    def learn_specs(self, specs: Mapping[str, TensorSpec], group: RankGroup) -> None:  # noqa: B027 - optional
-        """`learn_for` a version that is going to arrive in buckets."""
+        `sliced` says whether the slices that were `needed` have been received of it.
+        """
 
     @abstractmethod
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from weightlane.ckpt_engines import ConfigError
 
@@ -110,3 +110,23 @@ class GenerationRequest:
         if not 0 < sampling.top_p <= 1:
             raise ConfigError(f"top_p is {sampling.top_p:g}, and has to be above 0 and at most 1.", part=part)
         return replace(self, sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)))
+
+
+def tokenizer_for_stop_strings(load: Callable[[], Any], part: str) -> Any:
+    """Return the tokenizer that `load` makes of the model's files: for stop strings alone, since all else is token ids.
+
+    Raises `ConfigError` if there is none.
+    """
+    try:
+        tokenizer = load()
+        # Where there are no files, transformers makes one that knows special tokens only.
+        missing = "its files are missing" if len(tokenizer) <= len(tokenizer.all_special_ids) else ""
+    except Exception as cause:  # noqa: BLE001 - it runs code of other packages, and of the model
+        missing = str(cause)
+    if missing:
+        raise ConfigError(
+            f"stop strings need the model's tokenizer: {missing}.",
+            part=part,
+            hint="Put its files into model.path, or stop at token ids.",
+        )
+    return tokenizer

@@ -13,6 +13,7 @@ The steps from a staged version to live parameters:
 
 In a vLLM worker, inside vLLM's current config::
 
+    from weightlane.rollout.layout.map.coverage import Reads
     from weightlane.rollout.layout.map.layout_map import SourceSpec
     from weightlane.rollout.layout.map.needs import needed_boxes
     from weightlane.rollout.layout.trace.trace import trace_loading
@@ -20,7 +21,7 @@ In a vLLM worker, inside vLLM's current config::
     from weightlane.rollout.layout.write_method import choose_write_method
 
     layout = trace_loading(model, {"lm_head.weight": SourceSpec((300, 64), torch.bfloat16), ...})
-    method = choose_write_method(model, layout, [layout])  # layouts of all tensor-parallel ranks
+    method = choose_write_method(model, layout, [Reads.of(layout)])  # of all tensor-parallel ranks
     needed_boxes(method.layout)  # the parts of the tensors that this rank uses
     CommitPlan(method.layout, model).commit(tensors)
 """

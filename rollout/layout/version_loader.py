@@ -16,20 +16,19 @@ from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, ConfigError, QuarantinedError
 from weightlane.ckpt_engines.runtime.devices import runtime_of
-from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, SlicedTensors, TensorSpec
+from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement
 from weightlane.sync.version.box import Box
-from weightlane.sync.version.sliced_tensors import without_data
 from weightlane.sync.version.tensor_spec import is_computed
 
-from ..contract.loader import RankLoader
+from ..contract.loader import RankLoader, ShapeAndDtype
 from ..contract.rank_group import RankGroup
 from .loading.derived import StaleView
 from .loading.model_errors import hint_for
+from .map.coverage import Reads, target_coverage
 from .map.layout_map import LayoutMap, Refusal, SourceSpec
 from .map.needs import needed_boxes, needed_placement
 from .proof.rehearsal import Rehearsal
 from .rank_model import RankModel
-from .sleep import replaced_storages
 from .trace.loading_reads import read_by_loading, unread_by_loading
 from .trace.trace import trace_loading
 from .write.commit_plan import CommitPlan
@@ -81,8 +80,19 @@ class VersionLoader(RankLoader):
         return None if self._writer is None else self._writer.plan
 
     def replaced_storages(self) -> dict[int, torch.UntypedStorage]:
-        """The memory of which every version writes every byte, by torch's id of the storage; see `replaced_storages`."""
-        return {} if self.plan is None or self.method is None else replaced_storages(self._rank.model, self.method)
+        """The memory of which every version writes every byte, by torch's id of the storage.
+
+        Tensors that go through vLLM's own loading do not count, nor does a storage that is larger than what is written.
+        """
+        if self.plan is None:
+            return {}
+        live = dict((*self._rank.model.named_parameters(), *self._rank.model.named_buffers()))
+        found = {}
+        for name, counts in target_coverage(self.plan.layout).items():
+            storage = live[name].untyped_storage()
+            if not counts.unmapped and storage.nbytes() == live[name].numel() * live[name].itemsize:
+                found[storage._cdata] = storage
+        return found
 
     @property
     def takes_deltas(self) -> bool:
@@ -116,15 +126,6 @@ class VersionLoader(RankLoader):
     def _own(self, name: str) -> str:
         """The checkpoint's name of a tensor of the signature."""
         return self._names.get(name, name)
-
-    def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
-        """`learn` the signature of a staged version, without making any lazy tensor."""
-        signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
-        self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
-
-    def learn_specs(self, specs: Mapping[str, TensorSpec], group: RankGroup) -> None:
-        """`learn` the signature of a version that is going to arrive in buckets."""
-        self.learn({name: SourceSpec(spec.shape, spec.dtype) for name, spec in specs.items()}, group)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a version with the learned signature; see `VersionWriter.write`."""
@@ -160,13 +161,13 @@ class VersionLoader(RankLoader):
                 hint="Start this replica anew; with --enforce-eager (rollout.extra_engine_args) tensors may move.",
             )
 
-    def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
-        """Find out how versions with `signature` are written, and prove that this is right, unless that is known.
+    def learn(self, specs: Mapping[str, ShapeAndDtype], group: RankGroup, *, sliced: bool = False) -> None:
+        """Find out how versions with these tensors are written, and prove that this is right, unless that is known.
 
         The model is not changed. A proof needs room for a second model, which there may not be once the model serves.
 
         Args:
-            signature: Shape and dtype of every tensor; those of the checkpoint when this is called first.
+            specs: Shape and dtype of every tensor; those of the checkpoint when this is called first.
             group: The ranks.
             sliced: Whether the slices that were `needed` before have been received of a version.
 
@@ -174,6 +175,7 @@ class VersionLoader(RankLoader):
             ConfigError: No write method is right.
             CommitError: Slices have been received, and now others are needed.
         """
+        signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in specs.items()}
         first = self._proven is None
         if first:
             self._find_unread(signature, group)
@@ -243,7 +245,7 @@ class VersionLoader(RankLoader):
         fact: dict[str, Any] = {}
         try:
             layout = trace_loading(self._rank.model, self._signature)
-            fact["layout"] = layout.to_plain()
+            fact["reads"] = Reads.of(layout).to_plain()
         except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; the version is then loaded without copies
             fact["error"] = untraceable(cause).why
         facts = group.gather(fact)
@@ -251,8 +253,8 @@ class VersionLoader(RankLoader):
         if errors or layout is None:
             method = full_reload([Refusal("the model", error) for error in errors])
         else:
-            layouts = [LayoutMap.from_plain(fact["layout"]) for fact in facts]
-            method = choose_write_method(self._rank.model, layout, layouts)
+            reads = [Reads.from_plain(fact["reads"]) for fact in facts]
+            method = choose_write_method(self._rank.model, layout, reads)
         if method.kind is WriteKind.RELOAD:
             logger.warning("weightlane: versions go through vLLM's own loading: %s", method.summary)
         elif method.kind is WriteKind.MIXED:

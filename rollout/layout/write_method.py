@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .loading.derived import derives, made_after_loading
-from .map.coverage import target_coverage, unused_elements
+from .map.coverage import Reads, target_coverage, unused_elements
 from .map.layout_map import LayoutMap, Refusal
 
 _LARGEST_RELOADED_SHARE = 0.5
@@ -59,10 +59,10 @@ class WriteMethod:
         return shown + (f" (and {more} more)" if more > 0 else "")
 
 
-def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap]) -> WriteMethod:
+def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_ranks: Sequence[Reads]) -> WriteMethod:
     """Choose how versions are written into the live `model`, which `layout` was traced from, inside vLLM's current config.
 
-    `all_layouts` are those of all ranks, including this one.
+    `all_ranks` are the parts of a version that the ranks use, this one among them.
     """
     refused = {_owner(target, model): f"{target}: {why}" for target, why in repacked(model).items()}
     reasons = [Refusal(module, why) for module, why in refused.items()]
@@ -88,7 +88,7 @@ def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_layouts: 
         refused.setdefault(owner, why)
     broken += [
         Refusal(name, f"{count} of its elements are used by no rank")
-        for name, count in unused_elements(all_layouts).items()
+        for name, count in unused_elements(layout.sources, all_ranks).items()
     ]
     if broken:
         return full_reload((*broken, *(reason for reason in reasons if reason not in broken)))

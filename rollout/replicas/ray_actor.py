@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -76,28 +77,22 @@ class SharedDevices:
         return found
 
 
-class ReplicaActor:
-    """The Ray actor: a `LocalReplica` whose errors are returned instead of raised."""
+class ReplicaActor(LocalReplica):
+    """The Ray actor: a replica whose errors are returned instead of raised."""
 
-    def __init__(self, name: str, config: RolloutConfig, model_dir: str, initial_version: int) -> None:
-        self._replica = LocalReplica(name, config, model_dir, initial_version)
+    def facts(self) -> tuple[int, str, int]:
+        """This process's id, the dtype of the engine, which has started, and its longest sequence."""
+        return os.getpid(), self.dtype, self.max_model_len
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> _Outcome:
-        """Call one of the replica's coroutine methods."""
+        """Call one of the replica's methods."""
         try:
-            return _Outcome(value=await getattr(self._replica, method)(*args, **kwargs))
+            value = getattr(self, method)(*args, **kwargs)
+            return _Outcome(await value if inspect.isawaitable(value) else value)
         except Exception as error:  # noqa: BLE001 - the caller raises it
             if isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            return _Outcome(error=as_weightlane_error(error, self._replica.name).to_wire())
-
-    async def facts(self) -> tuple[int, str, int]:
-        """This process's id, the dtype of the engine, which has started, and its longest sequence."""
-        return os.getpid(), self._replica.dtype, self._replica.max_model_len
-
-    async def stats(self) -> RolloutStats:
-        """The replica's running totals."""
-        return self._replica.stats()
+            return _Outcome(error=as_weightlane_error(error, self.name).to_wire())
 
 
 class RolloutReplica:
@@ -160,7 +155,7 @@ class RolloutReplica:
     async def start(self) -> None:
         """Wait until the engine serves."""
         await self._call("start", self.config.start_limit_s)
-        self.pid, self.dtype, self.max_model_len = await self._answer(self._actor.facts.remote(), _GRACE_S, "start")
+        self.pid, self.dtype, self.max_model_len = await self._call("facts", _GRACE_S)
 
     async def connect(
         self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None
@@ -222,7 +217,7 @@ class RolloutReplica:
 
     async def stats(self) -> RolloutStats:
         """See `LocalReplica.stats`."""
-        stats: RolloutStats = await self._answer(self._actor.stats.remote(), _GRACE_S, "stats")
+        stats: RolloutStats = await self._call("stats", _GRACE_S)
         return stats
 
     async def close(self) -> None:
@@ -235,17 +230,14 @@ class RolloutReplica:
             ray.kill(self._actor, no_restart=True)
 
     async def _call(self, method: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the replica's coroutine methods, whose own deadline is `limit_s` seconds."""
-        return await self._answer(self._actor.call.remote(method, *args, **kwargs), limit_s, method)
-
-    async def _answer(self, call: Any, limit_s: float, method: str) -> Any:
-        """Await a remote `call`, and raise its typed error."""
+        """Call one of the replica's methods, whose own deadline is `limit_s` seconds. Raises its typed error."""
         import ray  # noqa: PLC0415 - as above
         from ray.exceptions import RayActorError  # noqa: PLC0415
 
+        call = self._actor.call.remote(method, *args, **kwargs)
         try:
             async with asyncio.timeout(limit_s + _GRACE_S if limit_s < math.inf else None):
-                answer = await call
+                answer: _Outcome = await call
         except asyncio.CancelledError:
             ray.cancel(call)  # A commit that its caller gave up on must not take effect unnoticed.
             raise
@@ -262,8 +254,6 @@ class RolloutReplica:
                 peer=self.name,
                 hint="Ray's logs have the cause.",
             ) from cause
-        if not isinstance(answer, _Outcome):
-            return answer
         if answer.error is not None:
             raise error_from_wire(answer.error)
         return answer.value

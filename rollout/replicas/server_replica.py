@@ -116,8 +116,8 @@ class ServerReplica:
         deadline = Deadline.after(self._connect_timeout_s)
         async with self._control, self._calls() as server:
             try:
-                ranks = (await server.get("get_world_size", deadline, include_dp="false")).get("world_size")
-                engines = (await server.get("get_world_size", deadline)).get("world_size")
+                ranks = (await server.get("get_world_size", deadline.remaining_s, include_dp="false")).get("world_size")
+                engines = (await server.get("get_world_size", deadline.remaining_s)).get("world_size")
                 if ranks and engines != ranks:
                     raise ConfigError(
                         f"the server is data-parallel: it has {engines} ranks in engines of {ranks}.",
@@ -132,7 +132,8 @@ class ServerReplica:
                         peer=self.url,
                         hint="Give tensor_parallel the server's --tensor-parallel-size; other parallelism is not supported.",
                     )
-                await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._staging})
+                body = {"init_info": info | self._staging}
+                await server.post("init_weight_transfer_engine", body, deadline.remaining_s)
                 self._take_over = False  # two that take the server from each other would both believe that they have it
             except RemoteFailureError as failure:
                 if isinstance(failure.error, QuarantinedError):
@@ -182,16 +183,15 @@ class ServerReplica:
         self.serving = False
         async with self._control, self._calls() as server:
             try:
-                await server.post("pause", Deadline.after(_CLEAN_UP_S), mode="abort", clear_cache="true")
+                await server.post("pause", {}, _CLEAN_UP_S, mode="abort", clear_cache="true")
             except RemoteFailureError as failure:
                 raise failure.error from failure
 
     def _calls(self) -> ServerCalls:
-        return ServerCalls(self.url, self._token, self.name)
+        return ServerCalls(self.url, self._token, self.name, "a vLLM server")
 
     async def _update(self, update: Mapping[str, int], serves: int) -> CommitReport:
         """Make `update` in one call. The server names its weights version `serves` from then on."""
-        deadline = Deadline.after(self._commit_timeout_s)
         options = EngineCommit(
             weight_version=str(serves), within_s=ENGINE_SHARE * self._commit_timeout_s, trusted=self.serving
         )
@@ -199,7 +199,7 @@ class ServerReplica:
             began = time.monotonic()
             try:
                 info = {**update, "engine_commit": options.model_dump()}
-                await server.post("update_weights", deadline, {"update_info": info})
+                await server.post("update_weights", {"update_info": info}, self._commit_timeout_s)
             except asyncio.CancelledError:
                 self.serving = False
                 await _stop(server)
@@ -222,7 +222,7 @@ async def _stop(server: ServerCalls) -> bool:
     vLLM runs calls in order, so that this call waits for a load that has outlived its deadline.
     """
     try:
-        await server.post("pause", Deadline.after(_CLEAN_UP_S), mode="abort", clear_cache="true")
+        await server.post("pause", {}, _CLEAN_UP_S, mode="abort", clear_cache="true")
     except RemoteFailureError:
         return False  # The caller raises the error of the failed commit.
     return True

@@ -25,15 +25,14 @@ from ..commit.receiving_rank import not_connected
 from ..commit.remote_failure import failure_from_text, quarantined, untouched
 from ..commit.transfer_calls import CACHES, DEEP, ENGINE_SHARE, MEMORY_USE, WEIGHTS, EngineCommit
 from ..config import RolloutConfig
+from ..contract.cleaner import Cleaner
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, SleepPart, UpdateFigures
 from ..contract.named_segments import segments_of_trees
 from ..contract.records import Completion
-from ..contract.requests import GenerationRequest
-from ..contract.stop_tokenizer import tokenizer_for_stop_strings
+from ..contract.requests import GenerationRequest, tokenizer_for_stop_strings
 from ..layout.loading.refused_models import refusal_by_vllm
 from .environment import child_environment, replica_config
 from .generation import generate
-from .shared_memory import SharedMemoryCleaner
 
 _CLOSE_TIMEOUT_S = 10.0
 """Most seconds that each step of a shutdown may take, so that a hung engine cannot block its owner."""
@@ -57,7 +56,7 @@ class VllmEngine(RolloutEngine):
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
         super().__init__(name, config, model_dir)
         self._engine: Any = None
-        self._cleaner: SharedMemoryCleaner | None = None
+        self._cleaner: Cleaner | None = None
 
     @classmethod
     def check(cls, config: RolloutConfig, model_dir: Path) -> str:
@@ -282,7 +281,8 @@ class VllmEngine(RolloutEngine):
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
         from .start_failures import take_failure  # noqa: PLC0415 - imports vLLM
 
-        self._cleaner = SharedMemoryCleaner()
+        self._cleaner = Cleaner()
+        self._cleaner.watch()
         # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.
         try:
             self._engine = AsyncLLM.from_vllm_config(

@@ -19,7 +19,7 @@ whether the old weights are in place, bit for bit, on every rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +39,8 @@ from ..contract.rank_group import RankGroup
 from ..layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.map.layout_map import SourceSpec
+from ..layout.proof.model_tensors import tensors_of
 from ..layout.rank_model import RankModel
-from ..layout.sleep import KeptTensors
 from ..layout.version_loader import VersionLoader
 from ..vllm_cpu.sleep import cache_storages, drop_pages
 from ..vllm_surface import (
@@ -101,6 +101,28 @@ def _let_workers_sleep(worker_class: Any) -> None:
 
     sleep.of_weightlane = True  # type: ignore[attr-defined]
     worker_class.sleep, worker_class.wake_up = sleep, wake_up
+
+
+class KeptTensors:
+    """Copies, in the host's memory, of the tensors of a model that would be lost with its memory and that no version has.
+
+    These are tables of rotary embeddings, scales, and tensors of layers that go through vLLM's own loading. `replaced` are the
+    storages that the next version writes completely, by torch's ids.
+    """
+
+    def __init__(self, model: torch.nn.Module, replaced: Collection[int]) -> None:
+        self._copies = [
+            (tensor, tensor.detach().to("cpu", copy=True))
+            for tensor in tensors_of(model).values()
+            if tensor.numel() and not tensor.is_meta and tensor.untyped_storage()._cdata not in replaced
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies into the tensors, whose memory is there again."""
+        for tensor, copy in self._copies:
+            tensor.data.copy_(copy)
+        self._copies = []
 
 
 class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # vLLM is untyped to us

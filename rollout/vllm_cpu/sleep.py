@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -22,8 +23,12 @@ _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def cache_storages(worker: Any) -> dict[int, torch.UntypedStorage]:
     """Return the storages of the key and value caches of vLLM's `worker`, by torch's ids."""
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    caches = (tensor for layer in layers for tensor in _tensors(getattr(layer, "kv_cache", None)))
-    return {each.untyped_storage()._cdata: each.untyped_storage() for each in caches if not each.is_meta}
+    caches = tree_leaves([getattr(layer, "kv_cache", None) for layer in layers])
+    return {
+        each.untyped_storage()._cdata: each.untyped_storage()
+        for each in caches
+        if isinstance(each, torch.Tensor) and not each.is_meta
+    }
 
 
 def drop_pages(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -39,11 +44,3 @@ def drop_pages(storages: Iterable[torch.UntypedStorage]) -> None:
         if _LIBC.madvise(first, last - first, mmap.MADV_DONTNEED):
             error = ctypes.get_errno()
             raise OSError(error, f"the kernel does not take back {last - first} bytes: {os.strerror(error)}")
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

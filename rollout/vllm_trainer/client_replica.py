@@ -23,7 +23,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.ckpt_engines.links.bounded_calls import start_call
+from weightlane.ckpt_engines.runtime.threads import start_call
 from weightlane.sync import CommitReport, Rendezvous
 
 from ..commit.remote_failure import RemoteFailureError, failure_from_text, quarantined, untouched

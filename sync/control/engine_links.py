@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
@@ -17,13 +18,16 @@ from weightlane.ckpt_engines import (
     SenderLink,
     Topology,
 )
-from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, address_of, close_all
-from weightlane.ckpt_engines.links.sides import make_receiver_link, make_sender_link
-from weightlane.ckpt_engines.runtime.threads import DaemonThreads
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads, start_call
+from weightlane.ckpt_engines.waits import GRACE_S, HINT, result_of
 
 from ..plan.links import PlannedLink
 from ..plan.session_plan import SessionPlan
 from .rendezvous import Rendezvous
+
+_log = logging.getLogger(__name__)
+_QUICK_S = 10.0
+"""Longest time for a call of an engine that has no deadline because it waits for no peer."""
 
 
 class EngineLinks:
@@ -62,7 +66,10 @@ class EngineLinks:
                 self.close()
                 raise ClosedError("the connection was closed while connecting.", part=self._name)
             if self._name in self._addressed(link):
-                mailbox.put(f"{link.number}/{self._name}", address_of(half, self._name))
+                address = result_of(
+                    start_call(half.address), Deadline.after(_QUICK_S), "the engine's address", self._name
+                )
+                mailbox.put(f"{link.number}/{self._name}", dict(address))
         if not links:
             return
         threads = DaemonThreads(len(links), f"weightlane-link-{self._name}")
@@ -83,8 +90,8 @@ class EngineLinks:
 
     def _make(self, link: PlannedLink) -> SenderLink | ReceiverLink:
         if self._name in link.senders:
-            return self.senders.setdefault(link.number, make_sender_link(self._engine, self._name, self._device))
-        receiver = make_receiver_link(self._engine, self._name, self._device)
+            return self.senders.setdefault(link.number, SenderLink.of(self._engine, self._name, self._device))
+        receiver = ReceiverLink.of(self._engine, self._name, self._device)
         receiver.views_are_copied_to(self._copied_to)
         return self.receivers.setdefault(link.number, receiver)
 
@@ -103,6 +110,12 @@ class EngineLinks:
         half.connect(topology, deadline)
 
     def close(self) -> None:
-        """Close every end. Idempotent, never raises."""
+        """Close every end, all at the same time. Idempotent, never raises; a call that does not end is abandoned."""
         self._closed = True
-        close_all([*self.senders.values(), *self.receivers.values()], self._name)
+        ends: list[SenderLink | ReceiverLink] = [*self.senders.values(), *self.receivers.values()]
+        deadline = Deadline.after(_QUICK_S)
+        for closing in [start_call(end.close) for end in ends]:
+            try:
+                result_of(closing, deadline, "the engine to be closed", self._name)
+            except Exception as error:  # noqa: BLE001 - of a third party's engine, and the other links are to be closed, too
+                _log.warning("%s: the engine could not be closed: %s", self._name, error)

@@ -52,13 +52,11 @@ class Kind(IntEnum):
     CANCEL = 7
     """[member] Cancel an earlier request of the same name; the payload is a JSON list of that request's number and payload. The
     reply, under the number of this frame, is `VALUE` with the keys in the scope; there is no reply if that number is 0."""
-    STORE = 8
-    """[member] Request the port of the torch store. The reply is `VALUE`."""
-    MESSAGE = 9
+    MESSAGE = 8
     """[hub] The payload was posted to the inbox."""
-    VALUE = 10
+    VALUE = 9
     """[hub] The reply to the request of this number."""
-    OVER = 11
+    OVER = 10
     """[hub] The request of this number has failed; the payload is the reason."""
 
 
@@ -88,11 +86,10 @@ def full_text(data: bytes, what: str) -> bytes:
 
 def from_bytes(data: bytes, what: str) -> Any:
     """The inverse of `to_bytes`. Raises `ProtocolError`, naming `what`, for invalid data."""
+    text = full_text(data, what)
     try:
-        return json.loads(full_text(data, what))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, ProtocolError):
-            raise
         raise ProtocolError(f"{what} is not JSON: {error}.", part="control plane") from None
 
 

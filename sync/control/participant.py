@@ -63,73 +63,6 @@ def checked_version(version: Any, part: str) -> int:
     return number
 
 
-class VersionOutcomes:
-    """The outcomes of versions, as reported by the coordinator. Keeps the newest commit and later failures. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._committed = -1
-        self._begun: Counter[int] = Counter()
-        """Number of attempts at each version that were begun here."""
-        self._verdicts: Counter[int] = Counter()
-        """Number of aborts of each version by the coordinator."""
-        self._failed: dict[int, WeightlaneError] = {}
-        self._closed: WeightlaneError | None = None
-
-    def begin(self, version: int, *, told: bool = False) -> None:
-        """Note that an attempt at `version` begins, and forget the failure of an earlier attempt.
-
-        A failure of the same attempt is kept: the coordinator may abort it before a slow participant has begun it. With `told`, a
-        message of the coordinator begins the attempt. Its abort is a later message, so any failure is of an earlier attempt.
-        """
-        with self._changed:
-            self._begun[version] += 1
-            if told or self._verdicts[version] < self._begun[version]:
-                self._failed.pop(version, None)
-
-    def succeed(self, version: int) -> None:
-        """Note that `version` serves."""
-        with self._changed:
-            self._committed = max(self._committed, version)
-            self._failed = {newer: error for newer, error in self._failed.items() if newer > version}
-            for counts in (self._begun, self._verdicts):
-                for old in [each for each in counts if each <= version]:
-                    del counts[old]
-            self._changed.notify_all()
-
-    def fail(self, version: int, error: WeightlaneError) -> None:
-        """Note that `version` was aborted."""
-        with self._changed:
-            self._verdicts[version] += 1
-            self._failed[version] = error
-            self._changed.notify_all()
-
-    def fail_all(self, error: WeightlaneError) -> None:
-        """Note that no version can be committed any more, because of `error`."""
-        with self._changed:
-            self._closed = self._closed or error
-            self._changed.notify_all()
-
-    def failure(self, version: int) -> WeightlaneError | None:
-        """Why `version` failed, or why no version can be committed any more; None otherwise."""
-        with self._changed:
-            return self._failed.get(version) or self._closed
-
-    def wait(self, version: int, deadline: Deadline, part: str) -> None:
-        """Wait until `version`, or a later one, serves. Raises its failure, or `DeadlineExceededError`."""
-
-        def ended() -> bool:
-            return self._committed >= version or version in self._failed or self._closed is not None
-
-        with self._changed:
-            self._changed.wait_for(ended, deadline.remaining_s)
-            if self._committed >= version:
-                return
-            if failure := self._failed.get(version) or self._closed:
-                raise failure
-        raise deadline.error(f"version {version} to be committed", part=part)
-
-
 class Participant(ABC):
     """A publisher or subscriber, which handles the coordinator's messages on its own control thread.
 
@@ -152,12 +85,24 @@ class Participant(ABC):
         self.ready_session = ""
         """The session whose links are connected; empty while there is none."""
         self.hooks = hooks or process_hooks()
-        self._outcomes = VersionOutcomes()
+        self._outcome = threading.Condition()
+        """Notified when a version serves or has failed, or when no version can be committed any more."""
+        self._newest = -1
+        """The newest version that serves."""
+        self._begun: Counter[int] = Counter()
+        """Number of attempts at each later version that were begun here."""
+        self._aborts: Counter[int] = Counter()
+        """Number of aborts of each later version by the coordinator."""
+        self._failures: dict[int, WeightlaneError] = {}
+        """Why later versions were aborted."""
+        self._over: WeightlaneError | None = None
+        """Why no version can be committed any more."""
         self._closed = threading.Event()
         self._run_over = False
         """Whether the coordinator is gone, so that `close` sends no `Left`."""
         self._process = os.getpid()
-        self._inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
+        self._inbox = f"{name}#{secrets.token_hex(4)}"
+        self.rendezvous.listen(self._inbox)
         self._control: threading.Thread | None = None
         self._connecting: threading.Thread | None = None
         self._turn = threading.Lock()
@@ -172,7 +117,7 @@ class Participant(ABC):
         """Start the control thread and join the run."""
         self._control = start_thread(f"weightlane-control-{self.name}", self._follow_messages)
         close_at_exit(self)
-        self._tell(Joined(name=self.name, inbox=self._inbox.name))
+        self._tell(Joined(name=self.name, inbox=self._inbox))
 
     def __enter__(self) -> Self:
         return self
@@ -181,11 +126,40 @@ class Participant(ABC):
         self.close()
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves; an engine that stores versions may still be storing it then.
+        """Block until `version`, or a later one, serves; an engine that stores versions may still be storing it then.
 
-        Raises `SyncAbortedError` with the same reason on every participant.
+        Raises `SyncAbortedError` with the same reason on every participant, or `DeadlineExceededError`.
         """
-        self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
+        deadline = Deadline.after(timeout_s)
+        with self._outcome:
+            self._outcome.wait_for(lambda: self._newest >= version or self._failure_of(version), deadline.remaining_s)
+            if self._newest >= version:
+                return
+            if failure := self._failure_of(version):
+                raise failure
+        raise deadline.error(f"version {version} to be committed", part=self.name)
+
+    def _failure_of(self, version: int) -> WeightlaneError | None:
+        """Why `version` failed, or why no version can be committed any more; None otherwise."""
+        with self._outcome:
+            return self._failures.get(version) or self._over
+
+    def _begin(self, version: int, *, told: bool = False) -> None:
+        """Note that an attempt at `version` begins, and forget the failure of an earlier attempt.
+
+        A failure of the same attempt is kept: the coordinator may abort it before a slow participant has begun it. With `told`, a
+        message of the coordinator begins the attempt. Its abort is a later message, so any failure is of an earlier attempt.
+        """
+        with self._outcome:
+            self._begun[version] += 1
+            if told or self._aborts[version] < self._begun[version]:
+                self._failures.pop(version, None)
+
+    def _end_all(self, error: WeightlaneError) -> None:
+        """Let every `wait` raise `error`, as no version can be committed any more."""
+        with self._outcome:
+            self._over = self._over or error
+            self._outcome.notify_all()
 
     def close(self) -> None:
         """Leave the run, close the links and end the threads. Idempotent, never raises."""
@@ -194,14 +168,14 @@ class Participant(ABC):
         self._closed.set()
         self._close_links()
         closed = ClosedError("this participant was closed.", part=self.name)
-        self._outcomes.fail_all(closed)
+        self._end_all(closed)
         self.rendezvous.end_waits(closed)  # of a thread that connects
         if not self._run_over:
             try:
-                self._tell(Left(name=self.name, inbox=self._inbox.name))
+                self._tell(Left(name=self.name, inbox=self._inbox))
             except WeightlaneError:
                 _log.debug("%s: the coordinator was gone before close", self.name)
-        self._inbox.stop()
+        self.rendezvous.stop_receiving()
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(JOIN_THREAD_S)
@@ -275,7 +249,7 @@ class Participant(ABC):
     def _follow_messages(self) -> None:
         while True:
             try:
-                message = self._inbox.get()
+                message = self.rendezvous.receive()
             except ProtocolError as error:
                 self._report(-1, self.session, error)
                 continue
@@ -283,16 +257,16 @@ class Participant(ABC):
                 self._run_over = True
                 if not self._closed.is_set():
                     self._close_links()
-                    self._outcomes.fail_all(error)
+                    self._end_all(error)
                 return
             if isinstance(message, Stop):
                 self._run_over = True
                 if not self._closed.is_set():  # the coordinator has sent it, not `close`
                     self._close_links()
-                    self._outcomes.fail_all(ClosedError("the coordinator has closed.", part=self.name))
+                    self._end_all(ClosedError("the coordinator has closed.", part=self.name))
                     self.rendezvous.close()
                 return
-            if self._closed.is_set():
+            if message is None or self._closed.is_set():
                 continue  # `close` has begun: messages no longer matter, and its own `Stop` ends the loop
             try:
                 self._dispatch(message)
@@ -311,14 +285,21 @@ class Participant(ABC):
         elif isinstance(message, Abort):
             # An abort counts in any session: the version's own session may have ended already.
             self._aborted(message.version)
-            self._outcomes.fail(
-                message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
-            )
+            with self._outcome:
+                self._aborts[message.version] += 1
+                reason = error_from_wire(message.error)
+                self._failures[message.version] = SyncAbortedError.because(message.version, reason)
+                self._outcome.notify_all()
             if message.disconnect and message.session == self.session:
                 self._disconnect()
         elif isinstance(message, Committed):
             self._committed(message.version)
-            self._outcomes.succeed(message.version)
+            with self._outcome:
+                self._newest = newest = max(self._newest, message.version)
+                for known in (self._begun, self._aborts, self._failures):
+                    for old in [version for version in known if version <= newest]:
+                        del known[old]
+                self._outcome.notify_all()
         elif getattr(message, "session", None) != self.session:
             return  # a message of an earlier session
         elif isinstance(message, Connect):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, runtime_of
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes
 
 from ..version.manifest import Manifest
 

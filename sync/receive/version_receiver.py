@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline, ReceiverLink
-from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, runtime_of
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
+from weightlane.ckpt_engines.waits import GRACE_S
 from weightlane.plugins import RunHooks
 
 from ..codecs.delta.staged_delta import DeltaDecoding, IncomingDelta, StagedDelta

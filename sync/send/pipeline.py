@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, ProtocolError, SenderLink
-from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of, start_call
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
-from weightlane.ckpt_engines.runtime.threads import DaemonThreads
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads, start_call
+from weightlane.ckpt_engines.waits import GRACE_S, HINT, result_of
 
 from ..plan.session_plan import SessionPlan
 from ..version.bucket_checksums import CHECKSUMS_FILE, StoredChecksums, checksum_of, checksums_document

@@ -24,7 +24,7 @@ from pydantic import Base64Bytes, TypeAdapter, ValidationError
 from weightlane.ckpt_engines import ClosedError, Deadline, ManifestError, ProtocolError
 
 from ..codecs.codec_choice import RankChange
-from ..control.hub.hub import gathered
+from ..control.hub.mailboxes import gathered
 from ..control.messages import from_bytes
 from ..control.rendezvous import Mailbox
 from ..version.box import Box

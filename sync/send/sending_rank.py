@@ -15,8 +15,7 @@ import torch
 
 from weightlane.ckpt_engines import CheckpointEngine, Delivery, ManifestError, StorageError
 from weightlane.ckpt_engines.contract.engine import engine_label
-from weightlane.ckpt_engines.links.link import buffer_device
-from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, buffer_device, runtime_of
 from weightlane.plugins import RunHooks
 
 from ..codecs.codec_choice import CodecChooser
@@ -189,7 +188,9 @@ class SendingRank:
             self.snapshot = quantised_snapshot(own, self.slices, self.offsets)
         else:
             self.snapshot = Snapshot.of(own, self.offsets)
-        self.device = buffer_device(engine, next((shard.data.device for shard in shards), None), name)
+        self.device = buffer_device(
+            engine.capabilities.devices, next((shard.data.device for shard in shards), None), name
+        )
         self.runtime = runtime_of(self.device)
         owner = None if self.gathers else engine  # the engine never reads a snapshot that is gathered
         nbytes = self.snapshot.nbytes

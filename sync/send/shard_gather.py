@@ -22,9 +22,9 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     open_process_group,
     translated,
 )
-from weightlane.ckpt_engines.links.bounded_calls import result_of, start_call
 from weightlane.ckpt_engines.runtime.devices import runtime_of
-from weightlane.ckpt_engines.runtime.threads import start_thread
+from weightlane.ckpt_engines.runtime.threads import start_call, start_thread
+from weightlane.ckpt_engines.waits import result_of
 
 from ..control.rendezvous import Rendezvous
 
@@ -57,7 +57,7 @@ class ShardGather:
         deadline: Deadline,
     ) -> ShardGather:
         """Open the process group with the other ranks."""
-        store = rendezvous.store(f"gather-group/{session}")
+        store = rendezvous.store(f"gather-group/{session}", leads=rank == 0, deadline=deadline)
         backend = _BACKENDS.get(device.type)
         if backend is None:
             raise ConfigError(
@@ -73,7 +73,7 @@ class ShardGather:
                     backend, store, rank, len(names), deadline, host=host, device=device, names=names
                 )
 
-        # Requests to the store have no timeout, so this rank would wait forever for a frozen coordinator.
+        # Requests to the store have no timeout, so this rank would wait forever for a frozen rank 0.
         group = result_of(start_call(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
         return cls(group, names, rank, device)
 

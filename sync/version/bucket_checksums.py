@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, ProtocolError
-from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum, xxh3
+from weightlane.ckpt_engines.runtime.tensor_bytes import mixed_sum, xxh3
 
 CHECKSUMS_FILE = "checksums.json"
 """The document of a stored version that lists the checksums of its buckets."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes
 
 from .box import Box, boxes_of_run, cut, row_major_strides
 from .manifest import Manifest

@@ -26,7 +26,7 @@ def benchmark(name: str) -> Any:
         monkeypatch.syspath_prepend(str(ROOT))
         found = importlib.import_module(f"benchmarks.{name}")
         for part in pkgutil.iter_modules(getattr(found, "__path__", ()) if name == "gpu" else ()):
-            if part.name != "vllm_server":  # which takes vLLM's packages
+            if part.name != "vllm_replica":  # which takes vLLM's packages
                 importlib.import_module(f"benchmarks.{name}.{part.name}")
         return found
 

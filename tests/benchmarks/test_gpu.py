@@ -88,21 +88,13 @@ def test_a_step_for_which_something_is_missing_or_no_time_is_left_is_not_run(gpu
     assert (late.outcome, late.seconds) == ("not run", 0.0)
 
 
-def test_the_report_has_the_date_the_machine_and_each_figure_with_its_command(gpu: ModuleType, tmp_path: Path) -> None:
+def test_the_report_has_the_date_the_machine_and_each_figure_with_its_command(gpu: ModuleType) -> None:
     figures = {"GB/s": 12.345, "n": 3}
     result = gpu.running.Result("one", "one", "what | it shows", "python -m x", "passed", 3.0, figures=figures)
     report = json.loads(json.dumps(gpu.report.report_of(FACTS, "2026-11-25", ["one"], [result])))
     assert (report["passed"], report["date"], report["machine"]["driver"]) == (True, "2026-11-25", "580.1")
     assert report["steps"][0]["figures"] == figures
-    table = gpu.report.markdown(report)
-    assert "| one | what / it shows | `python -m x` | passed | 3 | GB/s 12.3; n 3 |" in table
-    document = tmp_path / "page.md"
-    document.write_text("before\n<!-- make gpu: begin -->\nold\n<!-- make gpu: end -->\nafter\n")
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    shown = ["--show", str(tmp_path / "report.json"), "--document", str(document), "--out", str(tmp_path / "out")]
-    for _ in range(2):
-        assert gpu.__main__.main(shown) == 0
-    assert document.read_text() == f"before\n<!-- make gpu: begin -->\n{table}<!-- make gpu: end -->\nafter\n"
+    assert "| what / it shows | `python -m x` | passed | 3 | GB/s 12.3; n 3 |" in gpu.report.markdown(report)
 
 
 def test_a_failure_hides_no_other_step(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +15,6 @@ from typing import Any
 import psutil
 import pytest
 from waiting import HANG_S, NEVER_S, wait_until
-
-HANGS = """
-import multiprocessing, os, pathlib, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-lock = multiprocessing.get_context("spawn").Semaphore(0)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
-pathlib.Path({path!r} + ".partial").write_text(lock._semlock.name)
-os.replace({path!r} + ".partial", {path!r})
-time.sleep(3600)
-"""
 
 
 @pytest.fixture
@@ -36,49 +26,40 @@ def tmpfs(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert list(Path(folder).iterdir()) == []
 
 
-def module(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.peers.{name}")
-
-
-def offspring() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
 def options(**changed: Any) -> argparse.Namespace:
     defaults = {"model": "tiny", "receivers": 1, "rounds": 1, "passes": 1, "turn_s": NEVER_S, "deadline_s": HANG_S}
-    return argparse.Namespace(**{**defaults, "block_s": HANG_S, **changed})
+    return argparse.Namespace(**{**defaults, **changed})
 
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("tmpfs")
 def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType) -> None:
-    name, before = "copy-in-then-out", offspring()  # other tests' forkserver
+    name, before = "copy-in-then-out", {*psutil.Process().children(recursive=True)}  # other tests' forkserver
     report = peers.run(options(), [name])
     (row,) = report["rows"]
     assert (row["name"], row["rounds"]) == (name, 1)
     assert row["verified"], report
     assert all(row[figure]["median"] > 0 for figure in ("rollout_blocked_s", "latency_s", "trainer_blocked_s"))
-    assert offspring() == before
-    assert f"| {name} |" in module("report").text(report)
+    assert {*psutil.Process().children(recursive=True)} == before
+    assert f"| {name} |" in importlib.import_module("benchmarks.peers.report").text(report)
 
 
 def row_of(name: str, seconds: float, limit_s: float, *, verified: bool = True) -> dict[str, Any]:
     """A row as one run gives it in which `memcpy-all` took `limit_s`."""
-    catalogue = module("others").CATALOGUE
+    catalogue = importlib.import_module("benchmarks.peers.catalogue").CATALOGUE
 
-    def answers(took_s: float) -> list[dict[str, Any]]:
+    def found(took_s: float) -> dict[str, Any]:
         times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
-        rounds = [{"round": n, "warm_up": n == 0, "verified": verified, **times} for n in range(2)]
-        return [{"versions": {}}, *rounds]
+        return {"rounds": [{"warm_up": number == 0, "verified": verified, **times} for number in range(2)]}
 
-    both = {"memcpy-all": answers(limit_s), name: answers(seconds)}
-    row: dict[str, Any] = module("report").rows_of(catalogue, both)[-1]
+    both = {"memcpy-all": found(limit_s), name: found(seconds)}
+    row: dict[str, Any] = importlib.import_module("benchmarks.peers.report").rows_of(catalogue, both)[-1]
     return row
 
 
 @pytest.mark.usefixtures("peers")
 def test_rows_compare_by_what_they_are_of_their_own_runs_limit_with_the_fastest_through_the_same() -> None:
-    report = module("report")
+    report = importlib.import_module("benchmarks.peers.report")
     rows = [
         row_of("nixl", 4.0, 2.0),
         row_of("ray-object-store", 3.0, 1.0),
@@ -92,38 +73,43 @@ def test_rows_compare_by_what_they_are_of_their_own_runs_limit_with_the_fastest_
     assert "WRONG VALUES" in report.text(whole)
 
 
-def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: ModuleType) -> None:
-    ray = module("others").CATALOGUE["ray-object-store"]
-    absent = dataclasses.replace(ray, modules=("no_such_module_at_all",))
-    reason = absent.missing()
+def replaced(peers: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, **changed: Any) -> None:
+    """Change a peer of the catalogue."""
+    monkeypatch.setitem(peers.CATALOGUE, name, dataclasses.replace(peers.CATALOGUE[name], **changed))
+
+
+@pytest.mark.usefixtures("tmpfs")
+def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced(peers, monkeypatch, "ray-object-store", modules=("no_such_module_at_all",))
+    report = peers.run(options(), ["ray-object-store"])
+    reason = report["rows"][0]["unavailable"]
     assert "no_such_module_at_all" in reason
     assert reason.endswith("pip install ray")
-    rows = module("report").rows_of({absent.name: absent}, {absent.name: [{"unavailable": reason}]})
-    assert "cannot run here: no_such_module_at_all" in module("report").text({"rows": rows})
-    assert peers.outcome([{"unavailable": reason}]).startswith("unavailable: no_such")
+    assert "cannot run here: no_such_module_at_all" in importlib.import_module("benchmarks.peers.report").text(report)
 
 
 def test_a_peer_that_hangs_is_ended_with_all_its_processes(
-    peers: ModuleType, tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peers: ModuleType, tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready, before = tmp_path / "semaphore", offspring()
+    monkeypatch.setattr(peers.PeerProcesses, "worker", "hanging_peer")
+    copies, family = peers.CATALOGUE["memcpy"].opened, set[psutil.Process]()
 
-    class Measured(subprocess.Popen[str]):
-        """Its time begins when it hangs, however long it took to come so far."""
+    @contextlib.contextmanager
+    def hanging(turn: Any) -> Iterator[Any]:
+        with copies(turn):
+            family.update({*psutil.Process().children(recursive=True)} - before)
+            receiver = turn.processes.receivers[0]
+            yield lambda: receiver.call("copy_aside", 0.0, timeout_s=0.1)
 
-        def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:  # noqa: A002
-            wait_until(ready.exists, "peer that hangs")
-            return super().communicate(input, timeout)
-
-    monkeypatch.setattr(peers, "MEASURE", HANGS.format(path=str(ready)))
-    monkeypatch.setattr(peers, "END_S", 0.1)
-    monkeypatch.setattr(subprocess, "Popen", Measured)
-    report = peers.run(options(block_s=0.2), ["memcpy"])
+    before = {*psutil.Process().children(recursive=True)}
+    replaced(peers, monkeypatch, "memcpy", opened=hanging)
+    report = peers.run(options(), ["memcpy"])
     (row,) = report["rows"]
-    assert row["failed"] == "it did not end within 0 s"
+    assert "did not end within" in row["failed"]
     assert "latency_s" not in row
     assert not report["met"]
-    semaphore = Path("/dev/shm") / f"sem.{ready.read_text().lstrip('/')}"
-    wait_until(lambda: not semaphore.exists(), "removal of its semaphore")
-    assert offspring() == before
+    assert len(family) > 3, "the fork server, two halves, and what these have started"
+    wait_until(lambda: not [each for each in family if each.is_running() and each.status() != "zombie"], "their end")
     assert list(tmpfs.iterdir()) == []

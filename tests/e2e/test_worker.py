@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import ProtocolError
 from weightlane.cli.exit_codes import PROCESS_LOST
 from weightlane.sync import read_version
 from weightlane.trainer import TokenBatch, TokenSequence
-from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.jobs import Export, OptimStep, Publish, Save, SftStep
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -43,7 +43,7 @@ def test_the_next_worker_goes_on_where_one_was_that_was_killed_or_whose_rank_was
         )
     )
     batch = TokenBatch(tuple(TokenSequence.of_completion([5, 6], [7, row]) for row in range(8, 12)))
-    files = JobFiles(jobs)
+    files = JobQueue(jobs)
     names = [files.submit(job) for job in (SftStep(batch), Save(tmp_path / "state"), SftStep(batch), OptimStep())]
     first = start_run(["worker", str(config), str(jobs)])
     assert [files.wait(name, HANG_S) for name in names[1:2]] == [None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
@@ -42,23 +41,17 @@ def test_the_example_observes_once_it_is_installed_as_shown(tmp_path: Path, monk
     assert (tmp_path / "slow_syncs.txt").read_text() == "version 4: 2.0 s\nversion 5: a reason\n"
 
 
-def test_the_table_of_hooks_is_the_specification() -> None:
-    table = rows("called in")
-    assert [re.sub(r"\W.*", "", row[0].strip("`")) for row in table] == list(HOOK_NAMES)
-    for name, row in zip(HOOK_NAMES, table, strict=True):
-        hook = getattr(RunHooks, name)
-        signature, process, facts = row
-        parameters = ", ".join(list(inspect.signature(hook).parameters)[1:])
-        assert signature == f"`{name}({parameters})`"
-        text = " ".join((inspect.getdoc(hook) or "").split())
-        assert re.search(rf"Called by (the|every) {process}", text), f"{name}: {text}"
-        told = set(re.findall(r"``([a-z_]+)``", text.partition("Facts: ")[2]))
-        assert set(re.findall(r"`([a-z_]+)`", facts)) == told - {"stop", "length"}, name
+def test_the_table_of_hooks_names_every_hook_and_the_process_that_its_specification_says() -> None:
+    named = [(name, process) for process, hooks in rows("called in") for name in re.findall(r"`([a-z_]+)`", hooks)]
+    assert [name for name, _ in named] == list(HOOK_NAMES)
+    for name, process in named:
+        text = " ".join((getattr(RunHooks, name).__doc__ or "").split())
+        assert re.search(rf"Called by (the|every) {process.partition(':')[0]}", text), f"{name}: {text}"
 
 
 def test_every_variable_and_every_series_is_named() -> None:
-    for builtin in OBSERVERS:
-        assert f"`{builtin.variable}`" in PAGE
+    for variable in OBSERVERS:
+        assert f"`{variable}`" in PAGE
     registry = PrometheusObserver()._metrics.registry
     for family in registry.collect():
         name = family.name.removeprefix("weightlane_") + ("_total" if family.type == "counter" else "")

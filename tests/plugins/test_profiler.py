@@ -41,7 +41,7 @@ def work(number: int) -> None:
 
 
 def test_a_rank_that_was_asked_for_writes_its_steps_and_no_other_does(tmp_path: Path) -> None:
-    (make,) = (observer.make for observer in OBSERVERS if observer.variable == PROFILE_ENV)
+    make = OBSERVERS[PROFILE_ENV]
     settings = ProfileSettings(steps=2, wait=1, ranks=(0, 3), dir=tmp_path / "traces").model_dump_json()
     first, second, critic, rollout = (make_hooks([make(settings)]) for _ in range(4))
     for step in range(1, 9):

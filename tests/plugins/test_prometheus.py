@@ -83,7 +83,6 @@ def test_beyond_loopback_a_token_is_needed_and_whoever_lacks_it_gets_nothing(mon
 def test_closing_frees_the_port_and_a_taken_port_is_an_error_at_the_start(free_port: int) -> None:
     observer = prometheus_from_environment(str(free_port))
     assert observer.start() == observer.start() == f"http://127.0.0.1:{free_port}/metrics"
-    assert get(observer.url, "/")[0] == 404
     with pytest.raises(OSError, match="in use"):
         prometheus_from_environment(f"127.0.0.1:{free_port}").start()
     observer.close()

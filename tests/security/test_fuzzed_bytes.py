@@ -24,14 +24,14 @@ from safetensors.torch import save
 from sessions import KEYS, descriptors, signed, soon, wait_until_closed
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import Bucket, ProtocolError, Topology, WeightlaneError
+from weightlane.ckpt_engines import Bucket, Deadline, ProtocolError, Topology, WeightlaneError
 from weightlane.ckpt_engines.channels.channel import Channel, Frame, Keys
 from weightlane.ckpt_engines.runtime.devices import HOST
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from weightlane.ckpt_engines.toolkit.bucket_messages import expect
+from weightlane.ckpt_engines.waits import Lifecycle
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.sync import Rendezvous
-from weightlane.sync.control.hub.connection import ControlConnection
+from weightlane.sync.control.hub.hub import ControlConnection
 from weightlane.sync.control.messages import Kind, Stop, full_text, to_bytes
 
 
@@ -157,17 +157,18 @@ def test_headers_of_buckets_are_read_or_refused_whoever_made_them(ends: Callable
 @pytest.mark.property
 def test_an_inbox_and_a_mailbox_give_back_what_a_member_put_there_and_refuse_everything_else() -> None:
     rendezvous = Rendezvous.host()
-    inbox, mailbox = rendezvous.inbox("a"), rendezvous.mailbox("s")
+    mailbox = rendezvous.mailbox("s")
+    rendezvous.listen("a")
 
     def put(body: bytes) -> None:
-        rendezvous._client.tell(Frame(Kind.PUT, 0, "s\nkey", body))
+        rendezvous.tell(Frame(Kind.PUT, 0, "s\nkey", body))
 
     @given(mutated_bytes(b'{"type": "stop"}') | mutated_bytes(to_bytes(["a long value"] * 5000)))
     def malformed(body: bytes) -> None:
         put(body)
         survives(lambda: mailbox.get("key", soon()))
-        rendezvous._client.tell(Frame(Kind.POST, 0, "a", body))
-        survives(lambda: inbox.get(soon()))
+        rendezvous.tell(Frame(Kind.POST, 0, "a", body))
+        survives(lambda: rendezvous.receive(soon()))
 
     malformed()
     for nested in (b"[" * 100_000, zlib.compress(b"[" * 100_000)):
@@ -177,8 +178,8 @@ def test_an_inbox_and_a_mailbox_give_back_what_a_member_put_there_and_refuse_eve
     mailbox.put("key", {"a": 1})
     assert mailbox.get("key", soon()) == {"a": 1}
     rendezvous.post("a", Stop())
-    assert inbox.get(soon()) == Stop()
-    assert inbox.get_nowait() is None
+    assert rendezvous.receive(soon()) == Stop()
+    assert rendezvous.receive(Deadline.after(0.0)) is None
 
 
 def test_a_few_bytes_that_stand_for_many_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

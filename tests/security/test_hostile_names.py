@@ -22,7 +22,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest
-from weightlane.ckpt_engines.links.sides import make_receiver_link, make_sender_link
+from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.trainer.engines.hf.model_dir import weight_headers
@@ -45,7 +45,7 @@ def test_no_session_is_stored_under_a_name_that_leads_elsewhere(store: Path) -> 
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     addresses = {"sockets": {}, "engine": {}}
     for name in HOSTILE:
-        for link in (make_sender_link(engine, "s", HOST), make_receiver_link(engine, "r", HOST)):
+        for link in (SenderLink.of(engine, "s", HOST), ReceiverLink.of(engine, "r", HOST)):
             with pytest.raises(ProtocolError, match="not a session name"):
                 link.connect(Topology(name, {"s": addresses}, {"r": addresses}), soon())
             link.close()
@@ -55,7 +55,7 @@ def test_no_session_is_stored_under_a_name_that_leads_elsewhere(store: Path) -> 
 def test_the_name_of_a_sender_is_never_part_of_a_path(store: Path) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
     for number, name in enumerate(HOSTILE):
-        sender, receiver = make_sender_link(engine, name, HOST), make_receiver_link(engine, "r", HOST)
+        sender, receiver = SenderLink.of(engine, name, HOST), ReceiverLink.of(engine, "r", HOST)
         topology = Topology(f"session-{number}", {name: sender.address()}, {"r": receiver.address()})
         sender.connect(topology, soon())
         receiver.connect(topology, soon())
@@ -94,7 +94,7 @@ def test_a_host_or_an_interface_that_is_none_is_refused() -> None:
     for option in ("host", "interface"):
         for name in ("nul\0", "x" * 300, "a..b", "\ud800", "nosuch interface"):
             with pytest.raises(WeightlaneError):
-                make_sender_link(CheckpointEngineRegistry().create("gloo", {option: name}), "s", HOST).address()
+                SenderLink.of(CheckpointEngineRegistry().create("gloo", {option: name}), "s", HOST).address()
 
 
 def test_the_index_of_a_checkpoint_names_files_of_its_own_directory_only(tmp_path: Path) -> None:

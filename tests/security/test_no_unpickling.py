@@ -87,21 +87,22 @@ def test_the_bombs_would_go_off(tmp_path: Path) -> None:
 def test_inboxes_and_mailboxes_open_no_pickle(crater: Path) -> None:
     rendezvous = Rendezvous.host()
     address = rendezvous.address
-    inbox, mailbox, member = rendezvous.inbox("a"), rendezvous.mailbox("s"), Rendezvous.join(address)
+    mailbox, member = rendezvous.mailbox("s"), Rendezvous.join(address)
+    rendezvous.listen("a")
     for bomb in bombs(crater):
         with socket.create_connection((address.host, address.port)) as stranger:  # proves nothing: nobody listens
             stranger.sendall(bomb)
         careless = Rendezvous.join(address)  # a member, but what it says is not signed
-        careless._client.send.__self__.socket.send(bomb)  # type: ignore[attr-defined]
+        careless._send.__self__.socket.send(bomb)  # type: ignore[attr-defined]
         careless.close()
-        member._client.tell(Frame(Kind.POST, 0, "a", bomb))
+        member.tell(Frame(Kind.POST, 0, "a", bomb))
         with pytest.raises(ProtocolError):
-            inbox.get(soon())
+            rendezvous.receive(soon())
         member.post("a", Stop())
-        assert inbox.get(soon()) == Stop()
-        member._client.tell(Frame(Kind.PUT, 0, "s\nkey", bomb))
+        assert rendezvous.receive(soon()) == Stop()
+        member.tell(Frame(Kind.PUT, 0, "s\nkey", bomb))
         member.post("a", Stop())
-        assert inbox.get(soon()) == Stop()
+        assert rendezvous.receive(soon()) == Stop()
         if bomb.startswith(b"{"):
             assert set(mailbox.get("key", soon())) == {"py/reduce"}
         else:

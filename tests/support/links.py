@@ -26,11 +26,10 @@ from weightlane.ckpt_engines import (
     ViewableSender,
     ViewingReceiver,
 )
-from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome
+from weightlane.ckpt_engines.channels.joining import accept_receivers, welcome
 from weightlane.ckpt_engines.channels.socket_factory import TcpSocketFactory
-from weightlane.ckpt_engines.links.sides import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 KEY, SESSION = b"k" * 32, "session"
 
@@ -118,7 +117,7 @@ def told_by(say: Callable[[Channel], None]) -> Iterator[ReceiverLink]:
         opened.callback(life.close)  # ends what the thread waits for
         listener = TcpSocketFactory("127.0.0.1").listen("sender s")
         opened.callback(listener.close)
-        link = make_receiver_link(still_engine(), "r", HOST)
+        link = ReceiverLink.of(still_engine(), "r", HOST)
         opened.callback(link.close)
 
         def serve() -> Channel:

@@ -15,7 +15,7 @@ from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
 from weightlane.ckpt_engines.channels.channel import Keys, tag
-from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink, make_receiver_link, make_sender_link
+from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 
@@ -70,8 +70,8 @@ class Session:
         key: bytes = b"key",
     ) -> None:
         self.engine = engine
-        self.sender = make_sender_link(engine, "s", HOST)
-        self.receivers = {name: make_receiver_link(of_receivers or engine, name, HOST) for name in names}
+        self.sender = SenderLink.of(engine, "s", HOST)
+        self.receivers = {name: ReceiverLink.of(of_receivers or engine, name, HOST) for name in names}
         self.threads = ThreadPoolExecutor(2 + len(names))
         addresses = {name: receiver.address() for name, receiver in self.receivers.items()}
         self.topology = Topology("session", {"s": self.sender.address()}, addresses, key)

@@ -15,9 +15,8 @@ from ..objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 from ..objectives.loss import Loss
 from ..objectives.named import Objective
 from ..objectives.value import value_loss
-from .policy_gradient import PolicyGradient
+from .policy_gradient import PolicyGradient, ReferenceRefresh, reference_state
 from .ppo import Ppo, critic_state
-from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 
 _CRITIC, _STAYS = CriticConfig(), ReferenceConfig()

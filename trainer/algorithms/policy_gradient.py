@@ -1,19 +1,51 @@
-"""GRPO, GSPO, CISPO and other algorithms whose advantages are part of the batch: one loss trains the policy."""
+"""GRPO, GSPO, CISPO and other algorithms whose advantages are part of the batch: one loss trains the policy.
+
+`ReferenceRefresh` makes the reference what the policy has become, every few batches.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
+from ..dispatch.role import Role
 from ..objectives.config import AlgorithmConfig
 from ..objectives.policy_values import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS, TRAINER_LOGPROBS
-from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import OBJECTIVE, POLICY, REFERENCE
 from .step import take_step
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceRefresh:
+    """The refreshing of a reference. The weights pass through files, so that both roles may be on any ranks.
+
+    Args:
+        every: Optimizer steps of the policy from one refresh to the next.
+        directory: Where the policy is exported meanwhile; on a file system that all ranks share.
+    """
+
+    every: int
+    directory: Path
+
+    def is_due(self, result: StepResult, updates: int) -> bool:
+        """Whether a multiple of `every` lies among the optimizer steps of `result`, which has tried `updates` on a batch."""
+        taken = 0 if result.skipped else updates - int(result.metrics.get("skipped_updates", 0))
+        return result.step // self.every > (result.step - taken) // self.every
+
+    async def refresh(self, policy: Role, reference: Role) -> None:
+        """Load the policy's weights, an adapter of it added, into the reference."""
+        await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)  # left by a run that died
+        try:
+            await policy.export_hf(self.directory, "float32")
+            await reference.load(self.directory, optimizer=False)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
 
 class PolicyGradient:
@@ -91,3 +123,8 @@ class PolicyGradient:
         if self._refresh is not None and reference_state(directory).is_dir():
             await self._dispatch[REFERENCE].load(reference_state(directory), optimizer=False)
         return await self._policy.load(directory, optimizer=optimizer)
+
+
+def reference_state(policy_state: Path) -> Path:
+    """The directory of a refreshed reference's state, next to the policy's."""
+    return policy_state.with_name(REFERENCE)

@@ -22,8 +22,7 @@ from ..objectives.loss import OutputName
 from ..objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from ..objectives.reference_kl import kl_estimate, kl_penalised_rewards
 from ..objectives.value import OLD_VALUES, RETURNS, explained_variance
-from .policy_gradient import PolicyGradient
-from .reference_refresh import ReferenceRefresh
+from .policy_gradient import PolicyGradient, ReferenceRefresh
 from .roles import CRITIC, OBJECTIVE, REFERENCE
 from .step import take_step
 

@@ -33,10 +33,10 @@ except ImportError as error:
 # Failed assertions of every check then show the compared values.
 pytest.register_assert_rewrite(f"{__name__}.checks", f"{__name__}.processes")
 
-from .checks.base import TrainingConformanceBase  # noqa: E402 - after the rewriting
+from .checks import TrainingEngineConformance  # noqa: E402 - after the rewriting
+from .checks.base import TrainingConformanceBase  # noqa: E402
 from .models import MODELS  # noqa: E402
 from .runner import run_training_conformance  # noqa: E402
-from .suite import TrainingEngineConformance  # noqa: E402
 
 __all__ = [
     "MODELS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from .suite import TrainingEngineConformance
+from .checks import TrainingEngineConformance
 
 
 class Fsdp2Conformance(TrainingEngineConformance):

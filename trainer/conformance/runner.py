@@ -15,9 +15,9 @@ from weightlane.ckpt_engines.conformance.processes.pool import Pool
 from weightlane.ckpt_engines.conformance.pytest_run import refuse_unknown, registered_suite, run_by_pytest
 
 from ..config import TrainerConfig
+from .checks import TrainingEngineConformance
 from .checks.base import POOL, TrainingConformanceBase
-from .processes.resolve import engine_class
-from .suite import TrainingEngineConformance
+from .processes.rank_process import engine_class
 
 GROUP = "weightlane.training_conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its training engine's name."""

@@ -72,7 +72,7 @@ class WorkerDispatch:
 
     async def memory_use(self) -> dict[str, MemoryUse]:
         """The memory that each rank holds, by its name, and its peak since the call before."""
-        found = await asyncio.gather(*(group.memory_use() for group in self._groups.values()))
+        found = await asyncio.gather(*(group.ranks.call("memory_use") for group in self._groups.values()))
         named = zip(self._groups, found, strict=True)
         return {rank_name(name, rank): each for name, uses in named for rank, each in enumerate(uses)}
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.publisher import publisher_name
 
@@ -53,10 +52,6 @@ class RoleGroup:
         """Move the state of roles that share the device to host memory. The next call moves back the parts that it needs."""
         if self._shares_device:
             await self._offload(*self._roles)
-
-    async def memory_use(self) -> list[MemoryUse]:
-        """The memory of each rank: see `RankWorker.memory_use`."""
-        return await self.ranks.call("memory_use")
 
     async def _offload(self, *roles: str) -> None:
         everything = Moves(dict.fromkeys(roles, frozenset(STATE_PARTS)))

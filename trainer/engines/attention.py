@@ -7,11 +7,14 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from .rank_collectives import gathered
 
 Bounds = tuple[int, int]
 """Where a run of tokens begins and ends."""
@@ -25,14 +28,17 @@ _MOST_COPIES = 4
 is a small part of what sharing the prefix saves then."""
 
 
-class GatheredKeys(Protocol):
-    """Keys and values of all tokens, of which this rank computes some."""
+class GatheredKeys(NamedTuple):
+    """Keys and values of all tokens, of which each of several ranks computes some."""
 
     order: torch.Tensor
     """int64 [tokens]: where each token's key is among the gathered ones."""
+    group: dist.ProcessGroup
 
     def gathered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather keys and values of this rank's tokens with those of the other ranks. Collective."""
+        both = gathered(torch.cat([key, value], -1), self.group)
+        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
 
 class _Segment(NamedTuple):

@@ -72,7 +72,10 @@ class AsyncLoop:
         self._clock = OverlapClock()
         stream: type[TaskStream[Task]] = Curriculum if curriculum else TaskStream
         self._stream = stream(parts.train_tasks, seed)
-        self._fleet = Fleet(parts, on_ready=self._on_ready, on_change=self._on_change, leave=self._on_leave)
+        self._keeper = VersionKeeper(
+            parts.trainers, parts.syncer, on_commit=self._on_commit, max_failures=config.max_failed_syncs
+        )
+        self._fleet = Fleet(parts, on_ready=self._on_ready, on_change=self._on_change, leave=self._keeper.leave)
         largest = max(algorithm.group_size, *(task.group_size for task in parts.train_tasks))
         self._failures = Failures(config.max_failed_share, parts.hooks, largest)
         self._feeder = RolloutFeeder(
@@ -89,9 +92,6 @@ class AsyncLoop:
         if resume:
             self._stream.restore(resume.stream, may_change=True)  # the caller has checked the data
             self._feeder.requeue([Task.from_plain(plain) for plain in resume.outstanding])
-        self._keeper = VersionKeeper(
-            parts.trainers, parts.syncer, on_commit=self._on_commit, max_failures=config.max_failed_syncs
-        )
         self._trained, self._trained_rewards = Lengths(), SampleTally()
         self._told = SampleTally()
         """Counts of drawn groups that were reported to observers."""
@@ -337,9 +337,6 @@ class AsyncLoop:
     def _on_ready(self, name: str, newcomer: Rollout) -> None:
         self._feeder.add(newcomer)
         self._keeper.join(name, newcomer)
-
-    async def _on_leave(self, name: str) -> None:
-        await self._keeper.leave(name)
 
     def _on_change(self) -> None:
         self._feeder.replicas_changed()

@@ -30,7 +30,7 @@ from weightlane.ckpt_engines import (
 )
 
 from ..engines.contract import ForwardBackward, Job, OptimStep
-from .job_queue.contract import JobQueue, TakenJob
+from .job_queue.job_queue import JobQueue, TakenJob
 from .jobs import CreateAdapter, DropGradient, FailMiniBatch, Load, Publish, RemoveAdapter, RlStep, Save, SftStep
 from .runner import Runner
 

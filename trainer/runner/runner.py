@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -35,11 +34,6 @@ from .jobs import Job
 
 _PART = "runner"
 _T = TypeVar("_T")
-
-Around = Callable[[Job[Any]], AbstractAsyncContextManager[object]]
-"""Makes a context manager that is entered before a job begins and left after it has ended. A program in which trainer and
-rollouts take turns on a device can wait for the device on entry, and call `WorkerDispatch.offload` on exit. An error on entry or
-exit is the job's error."""
 
 
 @dataclass(slots=True)
@@ -76,7 +70,6 @@ class Runner:
         dispatch: Has the role `POLICY`.
         algorithm: Executes `RlStep`, `Save` and `Load`; by default `PolicyGradient` over `dispatch`.
         hooks: Notified of every job that ends; by default those of the process.
-        around: See `Around`; by default jobs follow each other at once.
     """
 
     def __init__(
@@ -85,23 +78,16 @@ class Runner:
         algorithm: PolicyGradient | None = None,
         *,
         hooks: RunHooks | None = None,
-        around: Around | None = None,
     ) -> None:
         self._dispatch, self._policy = dispatch, dispatch[POLICY]
         self._algorithm = algorithm or PolicyGradient(dispatch)
         self._hooks = hooks or process_hooks()
-        self._around = around
         self._calls = self._calls_by_job()
         self._waiting: deque[_Submitted] = deque()
         self._working: asyncio.Task[None] | None = None
         self._closed = False
         self.figures: defaultdict[str, JobFigures] = defaultdict(JobFigures)
         """Totals by kind of job, of all that have ended so far."""
-
-    @property
-    def waiting(self) -> int:
-        """Jobs that were submitted and have not begun."""
-        return sum(not each.answer.done() for each in self._waiting)
 
     def submit(self, job: Job[_T]) -> asyncio.Future[_T]:
         """Queue `job` behind all that were submitted before. Returns a future of its result.
@@ -176,9 +162,7 @@ class Runner:
         job, began = submitted.job, time.perf_counter()
         error: WeightlaneError | None = None
         try:
-            async with self._around(job) if self._around else nullcontext():
-                began = time.perf_counter()
-                return await self._call(job)
+            return await self._call(job)
         except WeightlaneError as known:
             error = known
             raise

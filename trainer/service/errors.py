@@ -15,7 +15,3 @@ class UnknownError(ConfigError):
 
 class TooLargeError(ProtocolError):
     """A request's body is larger than the service takes."""
-
-
-class RepeatedRequestError(ProtocolError):
-    """A request has the number of an earlier one, but different content."""

@@ -100,7 +100,7 @@ class Samplers:
             client=client,
             model=model,
             checkpoint=checkpoint,
-            # Not read; databases of earlier versions have the column without a default.
+            # For the page of `weightlane report`.
             inflight=int(model is not None and checkpoint is None),
             created=time.time(),
         )

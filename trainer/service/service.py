@@ -28,7 +28,6 @@ from .samplers import SAMPLE, Sampler, Samplers
 from .training.operations import Operations, sampler_id
 from .training.scheduler import TrainingScheduler
 from .wire.batches import TrainBody
-from .wire.bodies import WireLimits
 from .wire.requests import CreateModelRequest, LoadWeightsRequest
 from .wire.sampling_requests import SampleRequest
 
@@ -63,13 +62,10 @@ class Service:
         self.futures = Futures(self.store)
         self.sessions = Sessions(self.store, config.session_timeout_s)
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
-        self.limits = WireLimits(body_bytes=config.max_body_bytes)
         jobs = ModelJobs(runner, base.directory)
         announced = None if config.trains_weights else describe
         self.publications = Publications(runner, syncer, self._living, announced, config.max_versions, sync_timeout_s)
-        self._operations = Operations(
-            self.futures, runner, jobs, self.checkpoints, self.publications, base, self.limits, config
-        )
+        self._operations = Operations(self.futures, runner, jobs, self.checkpoints, self.publications, base, config)
         execute, load_sampler = self._operations.execute, self._operations.load_sampler
         self.scheduler = TrainingScheduler(
             self.store, self.futures, runner, jobs, self.publications, execute, directory / "models", config
@@ -180,7 +176,7 @@ class Service:
         A request that can't be carried out is accepted, too, and answered by an error, because later requests wait for its
         number.
         """
-        body = TrainBody.parse(payload, self.limits)
+        body = TrainBody.parse(payload)
         return self.train(client, BACKWARD, body.model_id, body.seq_id, payload)
 
     def refuse_backward(self, client: str, address: bytes, error: WeightlaneError) -> StoredRequest:
@@ -190,7 +186,7 @@ class Service:
         gradient.
         """
         try:
-            body = TrainBody.parse(address, self.limits)
+            body = TrainBody.parse(address)
         except ProtocolError:
             raise error from None
         return self.train(client, BACKWARD, body.model_id, body.seq_id, address, error)

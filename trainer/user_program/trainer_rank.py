@@ -109,7 +109,7 @@ class TrainerRank(Slots):
         """
         if self._slot(self._kinds.get(name, "checkpoint"), name) == BASE:
             self._refuse_frozen()
-            self.engine.save_own_weights(Path(directory))
+            self.engine.save(Path(directory), adapters=False)
         else:
             self.engine.export_adapter(Path(directory), name, with_optimizer=True)
 
@@ -296,7 +296,7 @@ class TrainerRank(Slots):
         self._refuse_frozen()
         if config is not None:
             raise ConfigError("the model's own weights have no LoraConfig.", part=PART, hint="Leave it out.")
-        self.engine.load_own_weights(source or self._model_dir)
+        self.engine.load(source or self._model_dir, adapters=False)
         self._runner.with_gradient.discard(BASE)
 
     def _require_alike(self, flat: Sequence[ForwardInput], *, by_share: bool) -> None:

@@ -22,10 +22,10 @@ import torch
 from ...contract.bucket import Bucket
 from ...contract.capabilities import Delivery
 from ...contract.engine import CheckpointEngine, Topology
-from ...deadline import Deadline
-from ...links.sides import ReceiverLink, SenderLink, make_receiver_link, make_sender_link
+from ...links import ReceiverLink, SenderLink
 from ...runtime.devices import device_count, numbered_device, runtime_of
 from ...runtime.json_socket import JsonSocket
+from ...waits import Deadline
 from . import leftovers
 from .errors_as_json import error_to_json
 from .leftovers import UnpicklingCounter
@@ -89,7 +89,7 @@ class HalfProcess:
         self._engine = self._engines[key]
         self._device = numbered_device(device, index % device_count(device))
         self._opened.clear()
-        self._link = (make_sender_link if side == "sender" else make_receiver_link)(self._engine, name, self._device)
+        self._link = (SenderLink if side == "sender" else ReceiverLink).of(self._engine, name, self._device)
 
     def address(self) -> dict[str, Any]:
         """Return the half's address, which must survive JSON unchanged."""
@@ -346,7 +346,7 @@ class HalfProcess:
         create_engine(engine, options)  # the first one loads libraries
         before = leftovers.of_this_process()
         made = create_engine(engine, options)
-        links = make_sender_link(made, "trainer/0", self._device), make_receiver_link(made, "rollout/0", self._device)
+        links = SenderLink.of(made, "trainer/0", self._device), ReceiverLink.of(made, "rollout/0", self._device)
         during = leftovers.of_this_process()
         for link in links:
             link.close()

@@ -27,12 +27,11 @@ import torch
 
 from ...contract.capabilities import Capabilities, Delivery
 from ...contract.engine import API_VERSION, CheckpointEngine, WeightReceiver, WeightSender
-from ...deadline import Deadline
+from ...waits import Deadline
 from .config import FilesystemConfig
-from .guard import standalone_guard
 from .receiver import FilesystemReceiver
 from .sender import FilesystemSender
-from .store_directory import StoreDirectory
+from .store_directory import StoreDirectory, standalone_guard
 
 
 class FilesystemEngine(CheckpointEngine):

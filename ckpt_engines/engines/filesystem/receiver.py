@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from ...channels.channel import Address, Channel
 from ...contract.bucket import Bucket
 from ...contract.engine import Topology, WeightReceiver
-from ...deadline import Deadline
 from ...errors import PeerLostError, ProtocolError, StorageError
 from ...toolkit.halves import PostingHalf
+from ...waits import Deadline
 from .config import FilesystemConfig
 from .file_names import SENDER_FILE, checked_session, parse_sender, payload_name, sender_directory, version_directory
-from .guard import Guard
 from .process_identity import is_dead
-from .store_directory import StoreDirectory
+from .store_directory import Guard, StoreDirectory
 from .versions import read_bucket
 
 _FIRST_POLL_S = {True: 0.005, False: 0.1}

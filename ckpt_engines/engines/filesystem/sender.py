@@ -11,9 +11,9 @@ from ...channels.channel import Address, Channel
 from ...contract.bucket import Bucket, FilePart
 from ...contract.engine import Topology
 from ...contract.storing import StoringSender, VersionFiles
-from ...deadline import Deadline
 from ...errors import DeadlineExceededError, ProtocolError, StorageError, WeightlaneError
 from ...toolkit.halves import PostingHalf
+from ...waits import Deadline
 from .bucket_files import PartialFile, byte_view
 from .config import FilesystemConfig
 from .file_names import (
@@ -28,9 +28,8 @@ from .file_names import (
     sender_text,
     version_directory,
 )
-from .guard import Guard, standalone_guard
 from .process_identity import process_identity
-from .store_directory import StoreDirectory
+from .store_directory import Guard, StoreDirectory, standalone_guard
 from .versions import committed_versions, kept_and_dropped, remove_leftovers, remove_sender, remove_version
 
 _log = logging.getLogger(__name__)

@@ -11,15 +11,15 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import fsspec
 
-from ...deadline import Deadline
-from ...errors import ConfigError, StorageError, WeightlaneError
+from ...errors import ClosedError, ConfigError, DeadlineExceededError, StorageError, WeightlaneError
+from ...waits import Deadline, Lifecycle, run_bounded
 from .bucket_files import LocalPartialFile, PartialFile, RemotePartialFile, read_local_payload, read_remote_payload
-from .guard import Guard, standalone_guard
 
 _T = TypeVar("_T")
 _LOCAL = frozenset({"file", "local"})
@@ -42,6 +42,50 @@ def _end_write(file: tuple[str, str], ended: threading.Event) -> None:
     with _pending_writes_lock:
         del _pending_writes[file]
     ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The deadline of a file operation, and the lifecycle whose closing interrupts it."""
+
+    life: Lifecycle
+    deadline: Deadline
+    peer: str = ""
+    """The participant that the operation waits for, for error messages."""
+
+    def check(self, waiting_for: str) -> None:
+        """Raise `DeadlineExceededError` or `ClosedError` when it is time to stop."""
+        if self.life.closed:
+            raise ClosedError("it was closed while a call was running.", part=self.life.part)
+        if self.deadline.expired:
+            raise self._too_late(waiting_for)
+
+    def run(self, operation: Callable[[], _T], waiting_for: str) -> _T:
+        """Call an `operation` that cannot be interrupted, in a thread that is left behind when it is time to stop."""
+        try:
+            return run_bounded(operation, self.life, self.deadline, waiting_for)
+        except DeadlineExceededError as error:
+            raise self._too_late(waiting_for) from error
+
+    def sleep(self, seconds: float) -> None:
+        """Pause, but not beyond the deadline. Raises `ClosedError` as soon as the half is closed."""
+        end = self.deadline.within(seconds)
+        while not end.expired:  # the `ring` of an earlier remote operation may end a wait early
+            self.life.wait({}, end.remaining_s)
+
+    def _too_late(self, waiting_for: str) -> DeadlineExceededError:
+        hint = "Check the file system, and that the sender is alive; or allow more time."
+        return self.deadline.error(waiting_for, part=self.life.part, peer=self.peer, hint=hint)
+
+
+@contextlib.contextmanager
+def standalone_guard(part: str, deadline: Deadline) -> Iterator[Guard]:
+    """Yield a guard for work outside of a half, or of a half that is already closed."""
+    life = Lifecycle(part, lambda: None)
+    try:
+        yield Guard(life, deadline)
+    finally:
+        life.close()
 
 
 class StoreDirectory:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...contract.bucket import Bucket
-from ...deadline import Deadline
 from ...errors import ProtocolError, StorageError
+from ...waits import Deadline
 from .bucket_files import byte_view
 from .file_names import (
     COMMITTED,
@@ -27,9 +27,8 @@ from .file_names import (
     parse_sender,
     payload_name,
 )
-from .guard import Guard, standalone_guard
 from .process_identity import is_dead
-from .store_directory import StoreDirectory
+from .store_directory import Guard, StoreDirectory, standalone_guard
 
 _log = logging.getLogger(__name__)
 

@@ -18,12 +18,11 @@ from ...channels.channel import Channel
 from ...contract.bucket import Bucket
 from ...contract.engine import Topology
 from ...contract.viewing import ViewingReceiver
-from ...deadline import Deadline
 from ...errors import ProtocolError, TransportError
 from ...toolkit.bucket_messages import acknowledge, choose, expect, refuse
 from ...toolkit.halves import ConnectedHalf
-from ...toolkit.waiting import poll_until
-from .segments import SegmentKind, SegmentMapping, duplicate_sockets
+from ...waits import Deadline, poll_until
+from .segments import SegmentArena, SegmentMapping, duplicate_sockets
 
 _LAST_COPY_WAIT_S = 1.0
 """Longest time, in seconds, that running copies may delay the closing of a half."""
@@ -41,11 +40,11 @@ class _Posted:
 
 
 class SegmentReceiver(ConnectedHalf, ViewingReceiver):
-    """Maps the senders' segments of a `kind`, and copies buckets out of them to `device`, or views them."""
+    """Maps the senders' segments by an `arena`, and copies buckets out of them to `device`, or views them."""
 
-    def __init__(self, part: str, kind: SegmentKind, device: torch.device) -> None:
+    def __init__(self, part: str, arena: SegmentArena, device: torch.device) -> None:
         super().__init__(part)
-        self._kind = kind
+        self._arena = arena
         self._device = device
         self._mappings: dict[tuple[str, int], SegmentMapping] = {}
         """The mapped segments, by sender and number."""
@@ -57,7 +56,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
         """Check that the senders' segments can be copied to this half's device."""
         with self._life.call():
             for sender, address in topology.senders.items():
-                self._kind.check(address, self._device, self._life.part, sender)
+                self._arena.check(address, self._device, self._life.part, sender)
             super().connect(topology, channels, deadline)
 
     def post(self, bucket: Bucket, sender: str) -> None:
@@ -72,7 +71,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
         """Read the announcements of the posted buckets, copy the buckets, and acknowledge those whose copy is done."""
         with self._life.call():
             while len(self._posted) > pending:
-                due = len(self._posted) if self._kind.copies_in_background else len(self._posted) - pending
+                due = len(self._posted) if self._arena.copies_in_background else len(self._posted) - pending
                 for posted in islice(self._posted, due):
                     if not posted.started:
                         self._start_copy(posted, deadline)
@@ -151,7 +150,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
         descriptors: list[int] = []
         if described["descriptors"]:
             descriptors = channel.receive_descriptors(deadline, "the segment's descriptors")
-        self._mappings[key] = self._kind.map_segment(nbytes, described, descriptors, device)
+        self._mappings[key] = self._arena.map_segment(nbytes, described, descriptors, device)
 
     def _find(self, sender: str, announcement: Mapping[str, Any], nbytes: int) -> tuple[SegmentMapping, int]:
         number, offset = announcement["segment"], announcement["offset"]

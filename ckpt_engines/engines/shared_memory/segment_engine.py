@@ -11,7 +11,7 @@ from ...channels.socket_factory import LocalSocketFactory, SocketFactory, check_
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
 from ...errors import ProtocolError
 from .receiver import SegmentReceiver
-from .segments import SegmentArena, SegmentKind
+from .segments import SegmentArena
 from .sender import SegmentSender
 
 
@@ -46,12 +46,12 @@ class SegmentEngine(CheckpointEngine):
     config_type = SegmentConfig
     label: ClassVar[str]
     """The engine's name for error messages."""
-    segment_kind: ClassVar[type[SegmentKind]]
+    arena_type: ClassVar[type[SegmentArena]]
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         limit = self.config.max_shared_mib
-        self._arena = SegmentArena(self.label, self.segment_kind(), None if limit is None else limit << 20)
+        self._arena = self.arena_type(self.label, None if limit is None else limit << 20)
 
     def socket_factory(self, name: str) -> SocketFactory:  # noqa: ARG002
         """See `CheckpointEngine.socket_factory`."""
@@ -70,8 +70,8 @@ class SegmentEngine(CheckpointEngine):
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
-        return SegmentSender(f"{self.label} sender {name}", self.segment_kind(), self._arena, device)
+        return SegmentSender(f"{self.label} sender {name}", self._arena, device)
 
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""
-        return SegmentReceiver(f"{self.label} receiver {name}", self.segment_kind(), device)
+        return SegmentReceiver(f"{self.label} receiver {name}", self._arena, device)

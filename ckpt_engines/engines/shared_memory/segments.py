@@ -1,7 +1,4 @@
-"""The memory that ``shm`` and ``cuda_ipc`` share between processes: `Segment`, `SegmentMapping` and `SegmentKind` are its bases.
-
-`SegmentArena` has the segments of one engine object, which outlive its senders.
-"""
+"""The memory that ``shm`` and ``cuda_ipc`` share between processes: the bases of segments, and of the arena that owns them."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ import torch
 
 from ...channels.channel import Address, Channel
 from ...errors import ProtocolError, StorageError
+
+_MIB = 1 << 20
 
 
 class Segment(ABC):
@@ -45,11 +44,6 @@ class Segment(ABC):
 
     def publish(self, after: Any) -> None:  # noqa: B027 - host memory needs no such mark
         """Prepare the announcement of a bucket that is complete when the event `after` has passed."""
-
-    def offset_of(self, data: torch.Tensor) -> int | None:
-        """Return the position of contiguous `data` in this segment; None when it lies elsewhere."""
-        offset = data.data_ptr() - self.data.data_ptr()
-        return offset if 0 <= offset <= self.nbytes - data.numel() else None
 
     @abstractmethod
     def retire(self) -> None:
@@ -88,11 +82,25 @@ class SegmentMapping(ABC):
         """Unmap the segment as soon as no tensor refers to it. Call this only when all copies of the mapping are over."""
 
 
-class SegmentKind(ABC):
-    """Makes and maps the segments of one engine or half."""
+class SegmentArena(ABC):
+    """Makes the segments of one engine object, which outlive its senders, and maps those of other processes. Thread-safe.
+
+    All segments together may have `limit_bytes`; None for no limit but the machine's. They are retired when the arena is
+    collected. `part` is the engine's name for error messages.
+    """
 
     copies_in_background: ClassVar[bool] = False
     """Whether copies continue after `SegmentMapping.start_copy`, several at a time."""
+
+    def __init__(self, part: str, limit_bytes: int | None = None) -> None:
+        self._part = part
+        self._limit_bytes = sys.maxsize if limit_bytes is None else limit_bytes
+        self._lock = threading.Lock()
+        self._used_bytes = 0
+        self._numbers = itertools.count()
+        self._segments: dict[int, Segment] = {}
+        """The segments that are not discarded, by number."""
+        weakref.finalize(self, _retire_all, self._segments).atexit = False
 
     def facts(self, device: torch.device) -> Mapping[str, Any]:  # noqa: ARG002
         """[sender] Return JSON data for the address of a half whose buckets are on `device`."""
@@ -117,44 +125,6 @@ class SegmentKind(ABC):
     def before_close(self, channels: Iterable[Channel], segments: Iterable[Segment]) -> None:  # noqa: B027 - see above
         """[sender] Prepare the closing of `channels`, whose receivers may still map `segments`."""
 
-
-def close_descriptors(descriptors: Iterable[int]) -> None:
-    """Close file descriptors that a sender passed and that no mapping uses. Never raises."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-
-
-def duplicate_sockets(channels: Iterable[Channel]) -> list[socket.socket]:
-    """Return copies of the channels' sockets, which keep the connections open after the channels close. Skips closed ones."""
-    copies = []
-    for channel in channels:
-        with contextlib.suppress(OSError):
-            copies.append(socket.socket(fileno=os.dup(channel.fileno())))
-    return copies
-
-
-_MIB = 1 << 20
-
-
-class SegmentArena:
-    """Makes segments of a `kind`, and finds the one in which a bucket lies. Any thread may call it.
-
-    All segments together may have `limit_bytes`; None for no limit but the machine's. They are retired when the arena is
-    collected. `part` is the engine's name for error messages.
-    """
-
-    def __init__(self, part: str, kind: SegmentKind, limit_bytes: int | None) -> None:
-        self._part = part
-        self._kind = kind
-        self._limit_bytes = sys.maxsize if limit_bytes is None else limit_bytes
-        self._lock = threading.Lock()
-        self._used_bytes = 0
-        self._numbers = itertools.count()
-        self._segments: dict[int, Segment] = {}
-        """The segments that are not discarded, by number."""
-        weakref.finalize(self, _retire_all, self._segments).atexit = False
-
     def make(self, nbytes: int, device: torch.device, *, preferred_bytes: int = 0) -> Segment:
         """Return a new segment of at least `nbytes`, and of up to `preferred_bytes` where the limit allows.
 
@@ -172,7 +142,7 @@ class SegmentArena:
             nbytes = max(1, nbytes, min(preferred_bytes, left))
             self._used_bytes += nbytes
         try:
-            segment = self._kind.create(nbytes, device)  # without the lock, since it takes long
+            segment = self.create(nbytes, device)  # without the lock, since it takes long
         except BaseException:
             with self._lock:
                 self._used_bytes -= nbytes
@@ -186,8 +156,8 @@ class SegmentArena:
         """Return the segment in which contiguous `data` lies, and the position in it; None when it lies in no segment."""
         with self._lock:
             for segment in self._segments.values():
-                offset = segment.offset_of(data)
-                if offset is not None:
+                offset = data.data_ptr() - segment.data.data_ptr()
+                if 0 <= offset <= segment.nbytes - data.numel():
                     return segment, offset
         return None
 
@@ -216,3 +186,19 @@ class SegmentArena:
 def _retire_all(segments: dict[int, Segment]) -> None:
     while segments:
         segments.popitem()[1].retire()
+
+
+def close_descriptors(descriptors: Iterable[int]) -> None:
+    """Close file descriptors that a sender passed and that no mapping uses. Never raises."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def duplicate_sockets(channels: Iterable[Channel]) -> list[socket.socket]:
+    """Return copies of the channels' sockets, which keep the connections open after the channels close. Skips closed ones."""
+    copies = []
+    for channel in channels:
+        with contextlib.suppress(OSError):
+            copies.append(socket.socket(fileno=os.dup(channel.fileno())))
+    return copies

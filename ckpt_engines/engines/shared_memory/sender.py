@@ -14,11 +14,11 @@ from ...channels.channel import Address, Channel
 from ...contract.bucket import Bucket
 from ...contract.engine import Topology
 from ...contract.viewing import ViewableSender
-from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...toolkit.bucket_messages import announce, checked_answer, choose
 from ...toolkit.halves import ConnectedHalf
-from .segments import Segment, SegmentArena, SegmentKind
+from ...waits import Deadline
+from .segments import Segment, SegmentArena
 
 _NO_SEGMENT = -1
 """Number of the segment in the announcement of an empty bucket."""
@@ -34,10 +34,6 @@ class _Views:
     """Indices of buckets that the receiver has not acknowledged, and so may still start to view."""
     viewed: bool = False
     """Whether the receiver views one or more of the buckets."""
-
-    @property
-    def over(self) -> bool:
-        return not self.unanswered and not self.viewed
 
 
 @dataclass(slots=True)
@@ -59,9 +55,8 @@ class SegmentSender(ConnectedHalf, ViewableSender):
     The `arena` has the engine's segments: those that the caller allocated, and those for copies of other buckets.
     """
 
-    def __init__(self, part: str, kind: SegmentKind, arena: SegmentArena, device: torch.device) -> None:
+    def __init__(self, part: str, arena: SegmentArena, device: torch.device) -> None:
         super().__init__(part)
-        self._kind = kind
         self._arena = arena
         self._device = device
         self._known: dict[str, dict[int, Segment]] = {}
@@ -75,9 +70,9 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         """Use of the lasting buckets, by version and receiver."""
 
     def address(self) -> Address:
-        """Return the facts that the kind of segments needs about this sender: `SegmentKind.facts`."""
+        """Return the facts that the arena needs about this sender: `SegmentArena.facts`."""
         with self._life.call():
-            return self._kind.facts(self._device)
+            return self._arena.facts(self._device)
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
         """Use `channels`, which the framework has connected."""
@@ -112,7 +107,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         """See `ViewableSender.reclaim`."""
         with self._life.call():
             by_receiver = self._views.get(version, {})
-            while viewing := [name for name, views in by_receiver.items() if not views.over]:
+            while viewing := [name for name, views in by_receiver.items() if views.unanswered or views.viewed]:
                 self._receive(viewing, deadline, f"version {version} to be released")
             self._views.pop(version, None)
             for segment in self._copies.pop(version, ()):
@@ -128,7 +123,8 @@ class SegmentSender(ConnectedHalf, ViewableSender):
             return None, 0, None
         if found := self._arena.find(data):
             segment, offset = found
-            segment.publish(bucket.after)
+            if bucket.after is not None:
+                segment.publish(bucket.after)
             return segment, offset, None
         scratch = None
         if bucket.lasting:
@@ -218,4 +214,4 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         self._posted.clear()
         mapped = {number: segment for known in self._known.values() for number, segment in known.items()}
         self._known.clear()
-        self._kind.before_close(self._channels.values(), mapped.values())
+        self._arena.before_close(self._channels.values(), mapped.values())

@@ -34,9 +34,8 @@ import torch.distributed as dist
 from ...channels.channel import Channel
 from ...contract.bucket import Bucket
 from ...contract.engine import Topology, WeightReceiver, WeightSender
-from ...deadline import Deadline
 from ...errors import ProtocolError
-from ...toolkit.waiting import poll_until
+from ...waits import Deadline, poll_until
 from .device_group import DeviceGroup, DeviceTransfer, Operation, close_groups, open_device_group
 from .group_engine import GroupEngine, GroupHalf, TorchDistributedConfig
 from .process_group import BackendName

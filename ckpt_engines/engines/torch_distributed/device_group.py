@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ...contract.bucket import Bucket
-from ...deadline import Deadline
 from ...errors import TransportError
 from ...runtime.devices import DeviceRuntime, runtime_of
-from ...runtime.lifecycle import Lifecycle
-from ...toolkit.waiting import run_bounded
+from ...waits import Deadline, Lifecycle, run_bounded
 from .process_group import (
     BackendName,
     Group,

@@ -20,9 +20,8 @@ from ...channels.channel import Channel
 from ...contract.bucket import Bucket
 from ...contract.capabilities import Capabilities, Delivery
 from ...contract.engine import Topology, WeightReceiver, WeightSender
-from ...deadline import Deadline
 from ...errors import ProtocolError
-from ...runtime.lifecycle import Lifecycle
+from ...waits import Deadline, Lifecycle
 from .group_engine import GroupEngine, GroupHalf, TorchDistributedConfig
 from .process_group import (
     Group,

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ...deadline import Deadline
 from ...errors import PeerLostError
+from ...waits import Deadline
 
 _T = TypeVar("_T")
 

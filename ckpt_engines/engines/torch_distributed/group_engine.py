@@ -15,9 +15,9 @@ from pydantic import Field, field_validator
 from ...channels.channel import Address
 from ...channels.socket_factory import SocketFactory, TcpSocketFactory, host_and_port
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig
-from ...deadline import Deadline
 from ...errors import ConfigError, ProtocolError
-from ...runtime.lifecycle import Lifecycle
+from ...toolkit.halves import ConnectedHalf
+from ...waits import Deadline
 from .interfaces import address_of_interface
 from .process_group import BackendName, host_store, join_store, reserve_port
 
@@ -101,7 +101,7 @@ class GroupEngine(CheckpointEngine):
 _P = TypeVar("_P")
 
 
-class GroupHalf(ABC, Generic[_P]):
+class GroupHalf(ConnectedHalf, ABC, Generic[_P]):
     """Keeps the posted buckets in order, and finds the store in which the members of a group meet."""
 
     _side: ClassVar[Literal["sender", "receiver"]]
@@ -109,7 +109,7 @@ class GroupHalf(ABC, Generic[_P]):
     def __init__(self, backend: BackendName, name: str, config: TorchDistributedConfig) -> None:
         self._name = name
         self._host = config.listen_host(name)
-        self._life = Lifecycle(f"{backend} {self._side} {name}", self._release)
+        super().__init__(f"{backend} {self._side} {name}")
         self._posted: deque[_P] = deque()
         """Buckets that are not done, in the order in which they were posted."""
         self._served: tuple[dist.TCPStore, int] | None = None
@@ -117,7 +117,7 @@ class GroupHalf(ABC, Generic[_P]):
     def address(self) -> Address:
         """Return the address of the store that a sender serves; empty for a receiver."""
         if self._side == "receiver":
-            return {}
+            return super().address()
         with self._life.call():
             return {"host": self._host, "port": self._serve_store()[1]}
 
@@ -128,10 +128,6 @@ class GroupHalf(ABC, Generic[_P]):
             while len(self._posted) > pending:
                 self._wait_for(self._posted[0], deadline)
                 self._posted.popleft()
-
-    def close(self) -> None:
-        """See `WeightSender.close` and `WeightReceiver.close`."""
-        self._life.close()
 
     @abstractmethod
     def _start_posted(self, deadline: Deadline) -> None:

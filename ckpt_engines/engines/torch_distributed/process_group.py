@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ...channels.listener import listen_tcp
-from ...deadline import Deadline
 from ...errors import (
     ConfigError,
     DeadlineExceededError,
@@ -28,8 +27,7 @@ from ...errors import (
     WeightlaneError,
 )
 from ...runtime.environment import environment
-from ...runtime.lifecycle import Lifecycle
-from ...toolkit.waiting import run_bounded
+from ...waits import Deadline, Lifecycle, run_bounded
 from .gloo_connect import connect_gloo, member_names
 
 BackendName = Literal["gloo", "nccl", "hccl"]

@@ -14,7 +14,7 @@ from typing import Any
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 from weightlane.sync.config import SyncConfig
 from weightlane.sync.control.coordinator.coordinator import Coordinator
-from weightlane.sync.control.coordinator.report import CommitReport, SyncReport
+from weightlane.sync.control.coordinator.replicas import CommitReport, SyncReport
 
 from ..processes.participants import start_coordinator
 from ..processes.processes import Processes, Worker
@@ -213,7 +213,7 @@ class RowContender:
         syncing = asyncio.create_task(self._coordinator.sync(version))
         try:
             await asyncio.wait({publishing, syncing}, return_when=asyncio.FIRST_EXCEPTION)
-        except asyncio.CancelledError:
+        except BaseException:
             # Otherwise threads that wait for the processes would keep an interrupted command from ending.
             self.processes.close()
             self._coordinator.close()

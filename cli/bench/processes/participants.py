@@ -11,12 +11,12 @@ import torch
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes, narrow_offsets, put_elements
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes, narrow_offsets, put_elements
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync.codecs.delta.staged_delta import IncomingDelta
 from weightlane.sync.config import CodecPolicy, Integrity, Quantise, SyncConfig
 from weightlane.sync.control.coordinator.coordinator import Coordinator
-from weightlane.sync.control.coordinator.roster import Replica
+from weightlane.sync.control.coordinator.replicas import Replica
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.publisher import Publisher
 from weightlane.sync.subscriber import Subscriber

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError, error_from_wire
 from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess, ForkServer
@@ -22,7 +22,6 @@ _END_S = 10.0
 """Seconds that the callback for a dead process may delay the end."""
 _OUTPUT_CHARACTERS = 500
 """How much of a dead process's output its error quotes: the last lines of a traceback."""
-_WORKER = f"{__package__}.worker"
 
 
 class Worker:
@@ -78,10 +77,13 @@ class Processes:
     Raises `WorkerDiedError` or `DeadlineExceededError` when the processes do not start.
     """
 
+    worker: ClassVar[str] = f"{__package__}.worker"
+    """The module whose ``serve`` each process runs."""
+
     def __init__(self, receivers: int, shared_bytes: int, directory: Path | None = None) -> None:
         shared = os.memfd_create("weightlane-bench")
         os.ftruncate(shared, max(1, shared_bytes))
-        self._server = ForkServer([_WORKER], directory=directory, descriptors=[shared])
+        self._server = ForkServer([self.worker], directory=directory, descriptors=[shared])
         os.close(shared)  # the server has it
         self._workers: list[Worker] = []
         self._on_death: Callable[[Worker, WorkerDiedError], None] | None = None
@@ -90,7 +92,7 @@ class Processes:
         self._watch = threading.Thread(target=self._watch_workers, name="weightlane-bench-watch", daemon=True)
         try:
             for index in range(1 + receivers):
-                process = self._server.fork(f"{_WORKER}:serve", index, shared)
+                process = self._server.fork(f"{self.worker}:serve", index, shared)
                 self._workers.append(Worker(f"receiver-{index - 1}" if index else "sender", process))
         except BaseException:
             self.close()

@@ -26,10 +26,11 @@ class RawGloo:
     """A gloo group of the sender, rank 0, and all receivers. `timeout_s` bounds its start and each operation."""
 
     def __init__(self, rendezvous: Mapping[str, Any], rank: int, world: int, timeout_s: float) -> None:
-        store = Rendezvous.join(rendezvous).store("bench/gloo")
+        deadline = Deadline.after(timeout_s)
+        store = Rendezvous.join(rendezvous).store("bench/gloo", leads=rank == 0, deadline=deadline)
         self._timeout_s = timeout_s
         self._rank = rank
-        self._group = open_process_group("gloo", store, rank, world, Deadline.after(timeout_s))
+        self._group = open_process_group("gloo", store, rank, world, deadline)
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Broadcast rank 0's `data` (1-D uint8) into that of every other rank."""

@@ -295,9 +295,9 @@ def subscriber_name(receiver: int) -> str:
     return f"rollout-{receiver}/0"
 
 
-def serve(requests: JsonSocket, index: int, shared: int) -> None:
+def serve(requests: JsonSocket, index: int, shared: int, kind: type[WorkerMethods] = WorkerMethods) -> None:
     """Answer calls until the other end of the socket closes. `shared` is the descriptor of the memory that all workers share."""
-    methods = WorkerMethods(index, mmap.mmap(shared, 0))
+    methods = kind(index, mmap.mmap(shared, 0))
     while (request := requests.receive()) is not None:
         try:
             answer = {"value": getattr(methods, request["method"])(*request["arguments"])}

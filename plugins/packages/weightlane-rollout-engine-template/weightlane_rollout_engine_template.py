@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from weightlane.ckpt_engines import (
     ClosedError,
-    CommitError,
     ConfigError,
     DeadlineExceededError,
     as_weightlane_error,
@@ -24,62 +20,38 @@ from weightlane.ckpt_engines import (
 from weightlane.rollout import engine_toolkit as toolkit
 
 
-class TemplateRolloutEngine(toolkit.RolloutEngine):
-    """One rank. Everything that touches the model runs on one thread, so that an update comes between two steps."""
+class TemplateRolloutEngine(toolkit.OneRankEngine):
+    """One rank. Everything that touches the model runs on its thread, `updates`, so that an update comes between two steps."""
 
     capabilities = toolkit.RolloutCapabilities(summary="A template: transformers without caches.", keeps_caches=False)
 
     def __init__(self, name: str, config: toolkit.RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
         super().__init__(name, config, model_dir)
-        self._thread: ThreadPoolExecutor | None = None
-        self._rank: toolkit.ReceivingRank | None = None
         self._model: Any = None
-        self._tokenizer: Any = None
-        self._version = self._serves = 0
-        """The version of the model, and the one of the running update."""
-        self._given_up = threading.Event()
-        """Set once nobody waits for the running update any more."""
+        self._version = 0
         self._in_flight: set[str] = set()
-
-    @property
-    def open(self) -> bool:
-        """See `RolloutEngine.open`."""
-        return self._rank is not None
 
     async def start(self, version: int) -> None:
         """See `RolloutEngine.start`."""
-        self._thread, self._version = ThreadPoolExecutor(1, f"generate-{self.name}"), version
-        limit = asyncio.timeout(self.config.start_limit_s)
+        late = DeadlineExceededError("the model took too long to load.", part=self.name)
         try:
-            async with limit:
-                loader = await self._on_thread(self._load)
-        except BaseException as cause:
-            self._thread.shutdown(wait=False)
-            if limit.expired():
-                raise DeadlineExceededError("the model took too long to load.", part=self.name) from cause
+            async with toolkit.limited(self.config.start_limit_s, late):
+                loader = await self.in_thread(self.updates, self._load)
+        except BaseException:
+            await self.leave()
             raise
-        group = toolkit.RankGroup(None)  # of one rank
-        self._rank = toolkit.ReceivingRank(0, 1, group, loader.device)
-        self._rank.updatable = toolkit.LiveWeights(loader, group)
-
-    async def connect(self, fields: Mapping[str, Any]) -> None:
-        """See `RolloutEngine.connect`."""
-        rank = self._running()
-        async with toolkit.connecting_within(self.config.connect_timeout_s, self.name):
-            await self._on_thread(rank.connect, fields, lambda _: None)
+        self._version = version
+        self.follow(loader)
 
     async def generate(self, request: toolkit.GenerationRequest, arrived: Callable[[int], None]) -> toolkit.Completion:
         """See `RolloutEngine.generate`. Steps of several requests take turns."""
-        self._running()
+        self.running()
         request = request.fitted(self.max_model_len, self.name)
-        if request.sampling.stop_strings and self._tokenizer is None:
-            load = partial(AutoTokenizer.from_pretrained, self.model_dir)
-            self._tokenizer = await asyncio.to_thread(toolkit.tokenizer_for_stop_strings, load, self.name)
-        answer, loop = toolkit.Answer(request, self._tokenizer), asyncio.get_running_loop()
+        answer = toolkit.Answer(request, await self.tokenizer_for(request))
         self._in_flight.add(request.key)
         try:
             while not answer.finish_reason and request.key in self._in_flight:
-                arrived(await loop.run_in_executor(self._thread, self._step, answer))
+                arrived(await self.in_thread(self.updates, self._step, answer))
         except Exception as error:  # a model's code may raise anything
             raise as_weightlane_error(error, self.name) from error
         finally:
@@ -88,21 +60,14 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
             raise ClosedError(f"request {request.request_id} was ended.", part=self.name)
         return answer.completion()
 
-    async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> toolkit.UpdateFigures:
-        """See `RolloutEngine.update`."""
-        rank, given_up = self._running(), threading.Event()
-
-        def update() -> float:
-            began, self._serves, self._given_up = time.perf_counter(), serves, given_up
-            rank.update(fields)
-            return time.perf_counter() - began
-
-        try:
-            async with toolkit.updating_within(self.config.commit_timeout_s, self.name, trusted=trusted):
-                blocked_s: float = await self._on_thread(update)
-        finally:
-            given_up.set()
-        return toolkit.UpdateFigures(blocked_s, blocked_s)
+    def make_update(
+        self, rank: toolkit.ReceivingRank, fields: Mapping[str, Any], update: toolkit.RunningUpdate
+    ) -> None:
+        """See `OneRankEngine.make_update`. No step is computed meanwhile."""
+        began = time.perf_counter()
+        super().make_update(rank, fields, update)
+        blocked_s = time.perf_counter() - began
+        update.figures = toolkit.UpdateFigures(blocked_s, blocked_s)
 
     async def abort(self, keys: Collection[str]) -> None:
         """See `RolloutEngine.abort`."""
@@ -110,20 +75,15 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
 
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
-        rank, self._rank = self._rank, None
-        if rank is None or self._thread is None:
-            return
         self._in_flight.clear()
-        self._given_up.set()
-        await asyncio.to_thread(self._thread.shutdown)  # after the steps that are queued, which find nothing to do
-        await asyncio.to_thread(rank.leave)
+        await self.leave()
+        await asyncio.to_thread(self.updates.shutdown)  # after the steps that are queued, which find nothing to do
         self._model = None
 
     def serve(self, model: Any) -> None:
         """Serve `model` from the next step on. Raises an error if the update has been given up."""
-        if self._given_up.is_set():
-            raise CommitError(f"version {self._serves} came too late.", part=self.name)
-        self._model, self._version = model, self._serves
+        self.updating.check(self.name)
+        self._model, self._version = model, self.updating.serves
 
     @torch.inference_mode()
     def _step(self, answer: toolkit.Answer) -> int:
@@ -147,14 +107,6 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
         self.max_model_len = min(longest, getattr(text, "max_position_embeddings", longest))
         self.vocab_size = text.vocab_size
         return Loader(self, self._model)
-
-    def _running(self) -> toolkit.ReceivingRank:
-        if self._rank is None:
-            raise ClosedError("the replica is not running.", part=self.name)
-        return self._rank
-
-    async def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
 
 class Loader(toolkit.RankLoader):

@@ -1,4 +1,4 @@
-"""A training engine: the complete transformers model on every rank, gradients summed over the ranks, torch's AdamW."""
+"""A training engine: the complete transformers model on every rank, gradients summed over the ranks, AdamW."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._runs = toolkit.checkpoint_runs(model, self._tensors)
         self._kept = toolkit.kept_types(model_dir, (run.name for run in self._runs))
         self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._optimizer = torch.optim.AdamW(self._trained.values())
-        toolkit.init_optimizer_state(self._optimizer)
+        self._optimizer = toolkit.AdamW("adamw", [{"params": list(self._trained.values())}])
         self._model = model
         self._vocabulary = self._model.config.vocab_size
         self._clear_gradients()
@@ -116,15 +115,14 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._open()
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to save"):
-            state = self._runs, self._tensors, self._optimizer_state(), self._step
-            toolkit.save(directory, *state, self.rank, self._device, write_beside=lambda _: None)
+            toolkit.save_state(directory, self._trained_slices(), self._step, self.rank, self._device)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """See `TrainingEngine.load`."""
         toolkit.require_open(self._model is not None, self._part)
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to load"), self._torn_unless_refused():
-            model = self.config.head, self._runs, self._tensors, self._optimizer_state()
+            model = self.config.head, {run.name: run.shape for run in self._runs}, self._trained_slices()
             self._step = toolkit.resume(directory, *model, self.rank, self._device, optimizer=optimizer)
         self._clear_gradients()
 
@@ -173,6 +171,9 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
             top_tokens=torch.where(micro.mask[:, None], best.indices, 0),
             top_logprobs=torch.where(micro.mask[:, None], best.values, 0.0),
         )
+
+    def _trained_slices(self) -> list[toolkit.TrainedSlice]:
+        return toolkit.trained_slices(self._runs, self._tensors, self._optimizer_state())
 
     def _optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: self._optimizer.state[parameter] for name, parameter in self._trained.items()}

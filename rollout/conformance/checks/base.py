@@ -12,14 +12,14 @@ import torch
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.ckpt_engines.conformance.checks.shared_fixtures import KnownLimits, OneThread
+from weightlane.ckpt_engines.conformance.processes.resolve import class_at, is_place
 
 from ...config import RolloutConfig
 from ...contract.engine import RolloutEngine
 from ...contract.records import Completion
+from ...contract.registry import registered_rollout_engine
 from ...contract.requests import Sampling
-from ..models import MODELS, make_model
-from ..reference import Reference
-from ..resolve import engine_class
+from ..models import MODELS, Reference, make_model
 from ..serving import Serving
 
 LOGPROB_LIMIT = 1e-4
@@ -30,6 +30,10 @@ SEATS = 8
 """Most requests that the engine decodes in one step."""
 
 ServingMaker = Callable[..., Serving]
+Weights = Callable[[int], Mapping[str, torch.Tensor]]
+"""Returns the tensors of the first model with weights from a seed."""
+References = Callable[[int], Reference]
+"""Returns transformers' own first model with weights from a seed."""
 
 
 class Versions:
@@ -171,6 +175,16 @@ class RolloutConformanceBase(KnownLimits, OneThread):
             }
         )
         return Serving(engine, config, model_dir, self.deadline_s)
+
+
+def engine_class(name: str) -> type[RolloutEngine]:
+    """Return the engine class of an installed rollout engine, or of ``module:Class`` or ``path/to/file.py:Class``.
+
+    Raises:
+        ConfigError: There is no such engine, or it cannot be used.
+        RegistryError: The class cannot be loaded, or is not a complete `RolloutEngine`.
+    """
+    return class_at(name, RolloutEngine) if is_place(name) else registered_rollout_engine(name)  # type: ignore[type-abstract]
 
 
 def expect_greedy(found: Completion, prompt: Sequence[int], by_version: Mapping[int, Reference], what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ import torch
 from ...contract.engine import RolloutEngine
 from ...contract.records import Completion
 from ..models import PROMPT, VOCABULARY
-from ..reference import Reference
 from ..serving import Serving
-from .base import RolloutConformanceBase, ServingMaker, Versions, expect_greedy
+from .base import References, RolloutConformanceBase, ServingMaker, Versions, Weights, expect_greedy
 
 _LENGTHS = (64, 80, 96)
 """Tokens of requests that a commit should meet in flight: not alike, so that they do not all end at the same step."""
@@ -21,9 +20,6 @@ _ATTEMPTS = 3
 """Commits after which one must have come while a request was in flight, and not between two."""
 _LONG_PROMPT = tuple(7 * index % VOCABULARY for index in range(300))
 """Longer than the blocks in which engines cache prefixes."""
-
-Weights = Callable[[int], Mapping[str, torch.Tensor]]
-References = Callable[[int], Reference]
 
 
 class CommitChecks(RolloutConformanceBase):
@@ -151,7 +147,7 @@ async def _across(serving: Serving, tensors: Mapping[str, torch.Tensor]) -> tupl
         tasks.extend(asyncio.create_task(one_after_the_other(length)) for length in _LENGTHS)
         await serving.tokens(2 * len(tasks), tasks)
 
-    serving.gate.before_commit = begin
+    serving.replica.before_commit = begin
     try:
         report = await serving.sync(tensors)
         committed.set()

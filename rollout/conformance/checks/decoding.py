@@ -14,8 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 
 from ...contract.records import Completion
 from ...contract.requests import Sampling
-from ..models import PROMPT, VOCABULARY, make_tokenizer
-from ..reference import Reference
+from ..models import PROMPT, VOCABULARY, Reference, make_tokenizer
 from ..serving import Serving
 from .base import MODEL_LEN, RolloutConformanceBase, ServingMaker, Versions, expect_close, expect_greedy
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -13,15 +13,11 @@ from weightlane.ckpt_engines import CommitError, QuarantinedError, SyncAbortedEr
 from ...contract.records import Completion
 from ..models import PROMPT
 from ..publishing import OneRankTrainer, RefusingReplica
-from ..reference import Reference
 from ..serving import Serving
-from .base import LOGPROB_LIMIT, RolloutConformanceBase, expect_greedy, failure_of
+from .base import LOGPROB_LIMIT, References, RolloutConformanceBase, Weights, expect_greedy, failure_of
 
 _NEVER_STAGED = 1_000
 """Added to the version that serves, this is none that was published."""
-
-Weights = Callable[[int], Mapping[str, torch.Tensor]]
-References = Callable[[int], Reference]
 
 
 class FailureChecks(RolloutConformanceBase):

@@ -9,8 +9,7 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from ...contract.records import Completion
-from ..models import PROMPT, VOCABULARY
-from ..reference import Reference
+from ..models import PROMPT, VOCABULARY, Reference
 from ..serving import Serving
 from .base import MODEL_LEN, SEATS, RolloutConformanceBase, ServingMaker, Versions, expect_greedy, failure_of
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,24 +26,23 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 
-from ...commit.live_weights import LiveWeights
-from ...commit.receiving_rank import ReceivingRank, connecting_within, updating_within
+from ...commit.one_rank_engine import OneRankEngine, RunningUpdate, limited
+from ...commit.receiving_rank import ReceivingRank
 from ...commit.remote_failure import quarantined
 from ...config import RolloutConfig
-from ...contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
-from ...contract.rank_group import RankGroup
+from ...contract.engine import PlannedNeeds, RolloutCapabilities, UpdateFigures
+from ...contract.http_calls import HttpCalls
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
-from ...contract.stop_tokenizer import tokenizer_for_stop_strings
 from ...layout.loading.checkpoint_expectation import expectation_of
-from .calls import SglangCalls
-from .generation import Answer, body_of
+from .generation import StreamedAnswer, body_of, chunks_of
 from .loader import SglangLoader
 from .process import ServerProcess, options_of
 from .server_facts import ServerFacts, check_answers, checkpoint_facts, served_facts
 
 _CALL_S = 10.0
 """Most seconds of a call that changes nothing, and of ending a request or a rank."""
+_KIND = "an SGLang server"
 _POLL_S = 0.5
 _RESERVED_TOKENS = 6
 """Tokens of its context that SGLang keeps from a request and its completion (``managers/tp_worker.py``)."""
@@ -59,12 +55,12 @@ _UNCHANGED = "Failed to get weights iterator"
 @dataclass
 class _Request:
     rid: str
-    answer: Answer
+    answer: StreamedAnswer
     reading: asyncio.Task[Completion]
     prompt_tokens: int
 
 
-class SglangEngine(RolloutEngine):
+class SglangEngine(OneRankEngine):
     """One SGLang server, which this engine starts, or which runs already: `RolloutConfig.extra_engine_args`.
 
     The engine's own process stages versions. A commit writes one to a file in memory while the server generates, retracts the
@@ -79,24 +75,17 @@ class SglangEngine(RolloutEngine):
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
         super().__init__(name, config, model_dir)
-        self._calls: SglangCalls | None = None
+        self._calls: HttpCalls | None = None
         """Calls to the server; None before `start` and after `close`."""
         self._process: ServerProcess | None = None
         self._facts: ServerFacts | None = None
-        self._rank: ReceivingRank | None = None
         self._loader: SglangLoader | None = None
-        self._updates: ThreadPoolExecutor | None = None
         self._requests: dict[str, _Request] = {}
         """Requests in flight by key."""
         self._labels: list[int] = []
         """Versions that the running update may make the server serve, in this order: the second if the first fails."""
         self._version = 0
-        self._deadline, self._given_up = Deadline.after(0), threading.Event()
-        self._resumes = False
-        """Whether the server continues after an update that has changed nothing."""
-        self._figures = UpdateFigures(0, 0)
         self._gone: WorkerDiedError | None = None
-        self._tokenizer: Any = None
 
     @classmethod
     def check(cls, config: RolloutConfig, model_dir: Path) -> str:
@@ -111,11 +100,6 @@ class SglangEngine(RolloutEngine):
         return PlannedNeeds((None,), checkpoint_facts(config, model_dir).dtype, "SGLang loads whole tensors")
 
     @property
-    def open(self) -> bool:
-        """Whether the engine was started and not closed."""
-        return self._rank is not None
-
-    @property
     def dead(self) -> bool:
         """Whether the server has ended, or answers no calls any more."""
         return self._gone is not None or (self._process is not None and self._process.exit_code is not None)
@@ -125,59 +109,50 @@ class SglangEngine(RolloutEngine):
         if not self.model_dir.is_dir():
             raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
         options, wanted = options_of(self.config), checkpoint_facts(self.config, self.model_dir)
+        limit_s = self.config.start_limit_s
+        late = f"the server was not ready within {limit_s:.0f} s."
         try:
-            async with asyncio.timeout(self.config.start_limit_s):
+            async with limited(
+                limit_s, DeadlineExceededError(late, part=self.name, hint="Raise rollout.start_timeout_s.")
+            ):
                 if options.server:
-                    self._calls = SglangCalls(options.server, options.api_key, self.name)
+                    self._calls = HttpCalls(options.server, options.api_key, self.name, _KIND)
                 else:
-                    self._process = ServerProcess(
+                    self._process = await asyncio.to_thread(
+                        ServerProcess,
                         self.config,
                         self.model_dir,
                         dtype=wanted.dtype,
                         context_length=min(self.config.max_model_len + _RESERVED_TOKENS, wanted.max_model_len),
                         version=version,
                     )
-                    self._calls = SglangCalls(self._process.url, self._process.token, self.name)
+                    self._calls = HttpCalls(self._process.url, self._process.token, self.name, _KIND)
                 await self._become_reachable(self._calls)
                 self._facts = await served_facts(self._calls, wanted, self.name, _CALL_S)
                 if self._process is None:  # It may have another run's weights, and be paused.
                     await self._load(self._calls, self.model_dir.absolute(), version, self.config.start_limit_s)
                     await self._calls.post("continue_generation", _CONTINUE, _CALL_S)
                 await check_answers(self._calls, self.name)
-        except BaseException as cause:
+        except BaseException:
             await self.close()
-            if isinstance(cause, TimeoutError) and not isinstance(cause, WeightlaneError):
-                raise DeadlineExceededError(
-                    f"the server was not ready within {self.config.start_limit_s:.0f} s.",
-                    part=self.name,
-                    hint="Raise rollout.start_timeout_s.",
-                ) from cause
             raise
         self._version, self.dtype, self.vocab_size = version, self._facts.dtype, self._facts.vocab_size
         self.max_model_len = min(self.config.max_model_len, self._facts.max_model_len)
         dtype: torch.dtype = getattr(torch, self.dtype)
         expectation = expectation_of(self.model_dir, dtype=dtype, tied_embeddings=self._facts.tied_embeddings)
-        loop, group = asyncio.get_running_loop(), RankGroup(None)
+        loop = asyncio.get_running_loop()
 
         def serve(directory: Path) -> None:
             # `_serve` keeps the deadline itself, unless the loop has ended.
-            limit_s = self._deadline.remaining_s + _CALL_S
+            limit_s = self.updating.deadline.remaining_s + _CALL_S
             asyncio.run_coroutine_threadsafe(self._serve(directory), loop).result(limit_s)
 
         self._loader = SglangLoader(expectation, "rollout rank 0", serve)
-        self._updates = ThreadPoolExecutor(1, f"weightlane-update-{self.name}")
-        self._rank = ReceivingRank(0, 1, group, self._loader.device)
-        self._rank.updatable = LiveWeights(self._loader, group)
-
-    async def connect(self, fields: Mapping[str, Any]) -> None:
-        """Subscribe to the publisher in `fields`."""
-        rank = self._open_rank()
-        async with connecting_within(self.config.connect_timeout_s, self.name):
-            await self._in_thread(rank.connect, fields, lambda _: None)
+        self.follow(self._loader)
 
     async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
         """Generate one completion."""
-        self._open_rank()
+        self.running()
         assert self._facts is not None, "started"
         request = request.fitted(self.max_model_len, self.name)
         sampling = request.sampling
@@ -193,10 +168,9 @@ class SglangEngine(RolloutEngine):
                 part=self.name,
                 hint="Ask for one of the two.",
             )
-        if sampling.stop_strings and self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        tokenizer = await self.tokenizer_for(request)
         # Of equal length, because an abort ends all requests whose id begins with the one it names.
-        rid, answer = uuid.uuid4().hex, Answer(request, self._tokenizer, self.name)
+        rid, answer = uuid.uuid4().hex, StreamedAnswer(request, tokenizer, self.name)
         reading = asyncio.create_task(self._read(rid, request, answer, arrived))
         self._requests[request.key] = _Request(rid, answer, reading, len(request.prompt_ids))
         try:
@@ -214,7 +188,7 @@ class SglangEngine(RolloutEngine):
                 await asyncio.wait([reading])
 
     async def _read(
-        self, rid: str, request: GenerationRequest, answer: Answer, arrived: Callable[[int], None]
+        self, rid: str, request: GenerationRequest, answer: StreamedAnswer, arrived: Callable[[int], None]
     ) -> Completion:
         """Read the answer to a request. However this ends, the server ends the request, too."""
         assert self._facts is not None, "started"
@@ -222,9 +196,9 @@ class SglangEngine(RolloutEngine):
         calls, asked = self._calls, False
         body = body_of(request, rid, vocab_size=self.vocab_size, seeds=self._facts.seeds)
         try:
-            async with aclosing(calls.stream(body)) as chunks:
+            async with aclosing(chunks_of(calls, body)) as chunks:
                 async for chunk in chunks:
-                    if tokens := answer.add(chunk):
+                    if tokens := answer.add_chunk(chunk):
                         arrived(tokens)
                     if answer.complete:
                         return answer.completion()
@@ -239,42 +213,31 @@ class SglangEngine(RolloutEngine):
 
     async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
         """Have the server load a version while its requests wait. They then prefill again."""
-        rank, limit_s, given_up = self._open_rank(), self.config.commit_timeout_s, threading.Event()
-        how = (serves, trusted, Deadline.after(limit_s), given_up)
         try:
-            async with updating_within(limit_s, self.name, trusted=trusted):
-                figures: UpdateFigures = await self._in_thread(self._update, rank, fields, how)
-                return figures
+            return await super().update(fields, serves=serves, trusted=trusted)
         except (UntouchedError, QuarantinedError) as failure:
             if self.dead:
                 raise self.died() from failure
             raise
-        finally:
-            given_up.set()
 
-    def _update(
-        self, rank: ReceivingRank, fields: Mapping[str, Any], how: tuple[int, bool, Deadline, threading.Event]
-    ) -> UpdateFigures:
-        """See `update`, which waits for this until it gives up."""
-        serves, self._resumes, self._deadline, self._given_up = how
-        self._labels, self._figures = [serves, self._version], UpdateFigures(0, 0)
-        rank.update(fields)
-        self._version = serves
-        return self._figures
+    def make_update(self, rank: ReceivingRank, fields: Mapping[str, Any], update: RunningUpdate) -> None:
+        """See `OneRankEngine.make_update`."""
+        self._labels = [update.serves, self._version]
+        super().make_update(rank, fields, update)
+        self._version = update.serves
 
     async def _serve(self, directory: Path) -> None:
         """Let the server load `directory` between two steps; see `SglangLoader`."""
-        calls, loader, version = self._calls, self._loader, self._labels.pop(0)
+        calls, loader, version, update = self._calls, self._loader, self._labels.pop(0), self.updating
         assert calls is not None, "started"
         assert loader is not None, "started"
-        if self._given_up.is_set():
-            raise CommitError(f"version {version} came too late.", part=self.name)
+        update.check(self.name)
         began = time.monotonic()
         computed = [each for each in self._requests.values() if each.answer.token_ids]
         recomputed = sum(each.prompt_tokens + len(each.answer.token_ids) for each in computed)
         loader.writes_atomically = False
         try:
-            load_s = await self._load(calls, directory, version, self._deadline.remaining_s)
+            load_s = await self._load(calls, directory, version, update.deadline.remaining_s)
         except WorkerDiedError as error:
             await self._look_after(error)
             raise
@@ -282,7 +245,7 @@ class SglangEngine(RolloutEngine):
             raise quarantined(late, self.name, "The server must not serve") from late
         except ConfigError as refused:
             loader.writes_atomically = _UNCHANGED in refused.message
-            if loader.writes_atomically and self._resumes:
+            if loader.writes_atomically and update.trusted:
                 await self._resume(calls)
             raise CommitError(
                 f"the server did not load version {version}: {refused.message}",
@@ -291,9 +254,9 @@ class SglangEngine(RolloutEngine):
                 hint="It has to run on this machine, as this user.",
             ) from refused
         await self._resume(calls)
-        self._figures = UpdateFigures(time.monotonic() - began, load_s, recomputed)
+        update.figures = UpdateFigures(time.monotonic() - began, load_s, recomputed)
 
-    async def _load(self, calls: SglangCalls, directory: Path, version: int, limit_s: float) -> float:
+    async def _load(self, calls: HttpCalls, directory: Path, version: int, limit_s: float) -> float:
         """Pause the server, and let it load the files of `directory`. Returns the seconds of loading."""
         deadline = Deadline.after(limit_s)
         await calls.post("pause_generation", {"mode": "retract"}, deadline.remaining_s)
@@ -302,12 +265,12 @@ class SglangEngine(RolloutEngine):
         await calls.post("update_weights_from_disk", body, deadline.remaining_s)
         return time.monotonic() - paused
 
-    async def _resume(self, calls: SglangCalls) -> None:
+    async def _resume(self, calls: HttpCalls) -> None:
         """Let the server continue, unless nobody waits for the update any more: it is quarantined then."""
         try:
-            if self._given_up.is_set():
+            if self.updating.given_up.is_set():
                 raise DeadlineExceededError("the update took too long.", part=self.name)
-            await calls.post("continue_generation", _CONTINUE, self._deadline.remaining_s)
+            await calls.post("continue_generation", _CONTINUE, self.updating.deadline.remaining_s)
         except WeightlaneError as error:
             raise quarantined(error, self.name, "The server is paused") from error
 
@@ -322,13 +285,7 @@ class SglangEngine(RolloutEngine):
     async def close(self) -> None:
         """End the server, if this engine has started it, and the rank."""
         await self.abort(list(self._requests))
-        self._given_up.set()
-        rank, self._rank = self._rank, None
-        if rank is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(rank.leave), _CALL_S)
-        if self._updates is not None:
-            self._updates.shutdown(wait=False, cancel_futures=True)
+        await self.leave()
         calls, self._calls = self._calls, None
         if calls is not None:
             await calls.close()
@@ -342,7 +299,7 @@ class SglangEngine(RolloutEngine):
             return self._ended("the server has ended")
         return self._gone
 
-    async def _become_reachable(self, calls: SglangCalls) -> None:
+    async def _become_reachable(self, calls: HttpCalls) -> None:
         """Wait until the server generates, or answers if it may be paused. The caller limits the time."""
         while not await calls.answers("model_info" if self._process is None else "health", _CALL_S):
             if self._process is not None and self._process.exit_code is not None:
@@ -365,18 +322,3 @@ class SglangEngine(RolloutEngine):
             part=self.name,
             peer=self.name,
         )
-
-    def _open_rank(self) -> ReceivingRank:
-        if self._rank is None:
-            raise ClosedError("the replica is not running.", part=self.name)
-        if self.dead:
-            raise self.died()
-        return self._rank
-
-    def _load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - only stop strings need one
-
-        return tokenizer_for_stop_strings(partial(AutoTokenizer.from_pretrained, self.model_dir), self.name)
-
-    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._updates, call, *arguments)

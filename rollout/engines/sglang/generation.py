@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 
+from ...contract.answer import Answer
+from ...contract.http_calls import HttpCalls
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
 
@@ -39,42 +42,51 @@ def body_of(request: GenerationRequest, rid: str, *, vocab_size: int, seeds: boo
     }
 
 
+async def chunks_of(calls: HttpCalls, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    """Post `body` to ``/generate``, and yield the chunks of the answer."""
+    async with aclosing(calls.events("generate", {**body, "stream": True})) as events:
+        async for event in events:
+            if event.startswith(b"{"):  # the last one is no chunk
+                yield calls.parsed("generate", event.decode())
+
+
 def is_narrowed(request: GenerationRequest) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
     sampling = request.sampling
     return not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
-class Answer:
+class StreamedAnswer(Answer):
     """The answer to `request`, as far as it has arrived. `tokenizer` is needed for stop strings only."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Any, part: str) -> None:
-        self.stopped = False
-        """Whether a stop token or a stop string has arrived: later tokens are dropped."""
-        self.token_ids: list[int] = []
-        self._request, self._tokenizer, self._part = request, tokenizer, part
+        super().__init__(request, tokenizer)
+        self._part = part
         self._narrowed = is_narrowed(request)
         self._received = 0
         """Number of tokens that have arrived, those behind a stop token included."""
-        self._logprobs: list[float] = []
-        self._ranked: list[_Ranked] = []
-        self._prompt: Mapping[str, Any] = {}
+        self._of_prompt: Mapping[str, Any] = {}
         """The chunk that has the prompt's log-probabilities: after a commit they are computed again, and are others'."""
         self._last: Mapping[str, Any] = {}
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop token or a stop string has arrived: later tokens are dropped."""
+        return self.finish_reason == "stop"
 
     @property
     def complete(self) -> bool:
         """Whether the last chunk has arrived."""
         return self._last.get("finish_reason") is not None
 
-    def add(self, chunk: Mapping[str, Any]) -> int:
+    def add_chunk(self, chunk: Mapping[str, Any]) -> int:
         """Take a chunk, and return the number of tokens that it adds. Raises the error that is in it."""
         if "error" in chunk:
             said = chunk["error"]
             raise self._refusal(said.get("code"), said.get("message"))
         self._last = meta = chunk["meta_info"]
-        if not self._prompt and meta.get("input_token_logprobs"):
-            self._prompt = meta
+        if not self._of_prompt and meta.get("input_token_logprobs"):
+            self._of_prompt = meta
         before = len(self.token_ids)
         # Chunks have all tokens or the new ones alone, as the server was started, and the last chunk of an aborted request
         # has one token twice: their number is what counts.
@@ -87,25 +99,17 @@ class Answer:
 
     def completion(self) -> Completion:
         """The completion, once it is `complete`. Raises `ClosedError` if the server has ended the request early."""
-        reason, sampling = self._last.get("finish_reason") or {}, self._request.sampling
+        reason, count = self._last.get("finish_reason") or {}, self.request.sampling.prompt_logprobs
         if not self.stopped and reason.get("type") == "abort":
             raise self._refusal(reason.get("status_code"), reason.get("message"))
-        prompt, tops = self._prompt.get("input_token_logprobs"), self._prompt.get("input_top_logprobs")
-        return Completion(
-            self._request.request_id,
-            self.token_ids,
-            self._logprobs,
-            self._versions(),
-            "stop" if self.stopped else "length",
-            prompt_logprobs=None if sampling.prompt_logprobs is None else [entry[0] for entry in prompt or ()],
-            top_prompt_logprobs=[_best(each, sampling.prompt_logprobs) if each else None for each in tops or ()]
-            if sampling.prompt_logprobs
-            else None,
-            top_logprobs=self._ranked if sampling.top_logprobs else None,
-        )
+        self._versions, self.finish_reason = self._stamps(), self.finish_reason or "length"
+        if count is not None:
+            scores, tops = (self._of_prompt.get(f"input_{kind}_logprobs") or () for kind in ("token", "top"))
+            self._prompt = [entry[0] for entry in scores], [_best(each, count) if each else None for each in tops]
+        return super().completion()
 
     def _take(self, token: int, meta: Mapping[str, Any], index: int) -> None:
-        sampling = self._request.sampling
+        sampling = self.request.sampling
         if self._narrowed:
             support = dict(
                 zip(
@@ -122,15 +126,10 @@ class Answer:
         self.token_ids.append(token)
         self._logprobs.append(logprob)
         self._ranked.append(ranked)
-        self.stopped = token in sampling.stop_ids or self._has_stop_string()
+        if token in sampling.stop_ids or self._has_stop_string():
+            self.finish_reason = "stop"
 
-    def _has_stop_string(self) -> bool:
-        if not self._request.sampling.stop_strings:
-            return False
-        text = self._tokenizer.decode(self.token_ids, skip_special_tokens=False)
-        return any(string in text for string in self._request.sampling.stop_strings)
-
-    def _versions(self) -> list[int]:
+    def _stamps(self) -> list[int]:
         """The version of each token."""
         spans = self._last.get("weight_versions")
         if spans is None:
@@ -149,7 +148,7 @@ class Answer:
     def _refusal(self, status: int | None, message: object) -> WeightlaneError:
         if status == _BAD_REQUEST:
             return ConfigError(f"SGLang refused the request: {message}", part=self._part)
-        return ClosedError(f"request {self._request.request_id} ended early: {message}", part=self._part)
+        return ClosedError(f"request {self.request.request_id} ended early: {message}", part=self._part)
 
 
 def _best(entries: Sequence[Sequence[Any]], count: int) -> _Ranked:

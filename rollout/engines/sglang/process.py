@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import RolloutConfig
+from ...contract.cleaner import Cleaner
 
 _CLOSE_S = 10.0
-"""Most seconds until the supervisor has ended the server: longer than it waits before it kills."""
+"""Most seconds until the cleaner has ended the server: longer than it waits before it kills."""
 _TAIL_BYTES = 4000
 _BY_CONTRACT = ("model_path", "host", "port", "api_key", "skip_tokenizer_init", "weight_version")
 """Options of the server that a replica sets."""
@@ -96,14 +97,16 @@ class ServerProcess:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "OMP_NUM_THREADS": str(config.threads_per_rank),
         }
+        self._cleaner = Cleaner()
         self._process = subprocess.Popen(  # noqa: S603 - the user's own Python
-            [sys.executable, "-m", f"{__package__}.supervisor", str(os.getpid()), *command],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
+        self._cleaner.watch(self._process.pid)
 
     @property
     def exit_code(self) -> int | None:
@@ -117,12 +120,13 @@ class ServerProcess:
 
     def close(self) -> None:
         """End the server and its children. Idempotent."""
-        self._process.terminate()
+        self._cleaner.begin()
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._cleaner.close()
         with suppress(OSError):
             self._secret.close()
         self._log.close()

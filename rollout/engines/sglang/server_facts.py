@@ -9,7 +9,8 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import RolloutConfig
-from .calls import SglangCalls
+from ...contract.http_calls import HttpCalls
+from .generation import chunks_of
 
 _DTYPES = {"half": "float16", "float": "float32"}
 """SGLang's other names of dtypes."""
@@ -65,7 +66,7 @@ def checkpoint_facts(config: RolloutConfig, model_dir: Path) -> ServerFacts:
     )
 
 
-async def served_facts(calls: SglangCalls, wanted: ServerFacts, part: str, limit_s: float) -> ServerFacts:
+async def served_facts(calls: HttpCalls, wanted: ServerFacts, part: str, limit_s: float) -> ServerFacts:
     """The facts of a running server. Raises `ConfigError` for one that this engine cannot drive."""
     info = await calls.get("server_info", limit_s)
     for name, values in _SUPPORTED.items():
@@ -89,7 +90,7 @@ async def served_facts(calls: SglangCalls, wanted: ServerFacts, part: str, limit
     )
 
 
-async def check_answers(calls: SglangCalls, part: str) -> None:
+async def check_answers(calls: HttpCalls, part: str) -> None:
     """Raise `ConfigError` if answers have no versions, or log-probabilities without the temperature.
 
     A token is generated at two temperatures: the second halves the distance between the two best log-probabilities.
@@ -98,7 +99,7 @@ async def check_answers(calls: SglangCalls, part: str) -> None:
     for temperature in (1.0, 2.0):
         parameters = {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True}
         meta: dict[str, Any] = {}
-        async for chunk in calls.stream({**_PROBE, "sampling_params": parameters}):
+        async for chunk in chunks_of(calls, {**_PROBE, "sampling_params": parameters}):
             if "error" in chunk:
                 raise ConfigError(f"the server refuses a prompt: {chunk['error']}.", part=part, peer=calls.url)
             meta = chunk["meta_info"]

@@ -6,11 +6,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,28 +16,24 @@ import torch
 
 from weightlane.ckpt_engines import (
     ClosedError,
-    CommitError,
     ConfigError,
     DeadlineExceededError,
     WeightlaneError,
     as_weightlane_error,
 )
 
-from ...commit.live_weights import LiveWeights
-from ...commit.receiving_rank import ReceivingRank, connecting_within, updating_within
+from ...commit.one_rank_engine import OneRankEngine, limited
 from ...config import RolloutConfig
-from ...contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
-from ...contract.rank_group import RankGroup
+from ...contract.engine import PlannedNeeds, RolloutCapabilities, UpdateFigures
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
-from ...contract.stop_tokenizer import tokenizer_for_stop_strings
 from .decoding import Decoding
 from .loader import TransformersLoader
 from .model_files import read_config
 from .routed_experts import expert_modules
 
 _CLOSE_TIMEOUT_S = 10.0
-"""Most seconds that the running step may take to end, and the rank to leave its publisher."""
+"""Most seconds that the running step may take to end."""
 
 
 @dataclass
@@ -51,7 +45,7 @@ class _Request:
     arrived: Callable[[int], None]
 
 
-class TransformersEngine(RolloutEngine):
+class TransformersEngine(OneRankEngine):
     """Models of transformers, one rank. One thread computes a token of each request in turn, another one makes updates."""
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
@@ -66,19 +60,11 @@ class TransformersEngine(RolloutEngine):
         self._model: Any = None
         """The model that serves; None before `start` and after `close`."""
         self._version = 0
-        self._serves = 0
-        """The version that `_model` is once the running update has succeeded."""
-        self._given_up = threading.Event()
-        """Set once nobody waits for the running update any more: it must not take effect then."""
         self._computing = threading.Lock()
         """Held during a step, and while a new model takes the place of the old one."""
-        self._threads: ThreadPoolExecutor | None = None
-        self._updates: ThreadPoolExecutor | None = None
-        self._running: asyncio.Task[None] | None = None
+        self._steps = ThreadPoolExecutor(1, f"weightlane-generate-{name}")
+        self._generating: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self._rank: ReceivingRank | None = None
-        self._blocked_s, self._recomputed = 0.0, 0
-        self._tokenizer: Any = None
 
     @classmethod
     def check(cls, config: RolloutConfig, model_dir: Path) -> str:
@@ -102,64 +88,35 @@ class TransformersEngine(RolloutEngine):
         """The number of threads that compute."""
         return {"OMP_NUM_THREADS": str(config.threads_per_rank)}
 
-    @property
-    def open(self) -> bool:
-        """Whether the engine was started and not closed."""
-        return self._rank is not None
-
     async def start(self, version: int) -> None:
         """Load the model, and serve it as `version`."""
-        self._threads = ThreadPoolExecutor(1, f"weightlane-generate-{self.name}")
-        self._updates = ThreadPoolExecutor(1, f"weightlane-update-{self.name}")
+        limit_s = self.config.start_limit_s
+        late = f"the model was not loaded within {limit_s:.0f} s."
         try:
-            async with asyncio.timeout(self.config.start_limit_s):
-                loader = await self._in(self._updates, self._load)
-        except BaseException as cause:
-            self._threads.shutdown(wait=False)
-            self._updates.shutdown(wait=False)
-            if isinstance(cause, TimeoutError) and not isinstance(cause, WeightlaneError):
-                raise DeadlineExceededError(
-                    f"the model was not loaded within {self.config.start_limit_s:.0f} s.",
-                    part=self.name,
-                    hint="Raise rollout.start_timeout_s.",
-                ) from cause
+            async with limited(
+                limit_s, DeadlineExceededError(late, part=self.name, hint="Raise rollout.start_timeout_s.")
+            ):
+                loader = await self.in_thread(self.updates, self._load)
+        except BaseException:
+            await self.close()
             raise
-        group = RankGroup(None)
-        self._rank = ReceivingRank(0, 1, group, loader.device)
-        self._rank.updatable = LiveWeights(loader, group)
+        self.follow(loader)
         self._model, self._version = loader.model, version
-        self._running = asyncio.create_task(self._generate_all())
-
-    async def connect(self, fields: Mapping[str, Any]) -> None:
-        """Subscribe to the publisher in `fields`."""
-        rank = self._open_rank()
-        async with connecting_within(self.config.connect_timeout_s, self.name):
-            await self._in(self._updates, rank.connect, fields, lambda _: None)
+        self._generating = asyncio.create_task(self._generate_all())
 
     async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
         """Generate one completion."""
-        self._open_rank()
+        self.running()
         request = request.fitted(self.max_model_len, self.name)
-        if request.sampling.stop_strings and self._tokenizer is None:
-            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        tokenizer = await self.tokenizer_for(request)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        decoding = Decoding(request, self._tokenizer, returns_experts=self.config.routed_experts)
+        decoding = Decoding(request, tokenizer, returns_experts=self.config.routed_experts)
         self._requests[request.key] = _Request(decoding, done, arrived)
         self._woken.set()
         try:
             return await done
         finally:
             self._requests.pop(request.key, None)
-
-    async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
-        """Load a version beside the model that serves, and let it take that one's place between two steps."""
-        rank, given_up = self._open_rank(), threading.Event()
-        try:
-            async with updating_within(self.config.commit_timeout_s, self.name, trusted=trusted):
-                figures: UpdateFigures = await self._in(self._updates, self._update, rank, fields, serves, given_up)
-                return figures
-        finally:
-            given_up.set()
 
     async def abort(self, keys: Collection[str]) -> None:
         """End requests in flight."""
@@ -170,20 +127,13 @@ class TransformersEngine(RolloutEngine):
 
     async def close(self) -> None:
         """End the threads, and free the model."""
-        rank, self._rank = self._rank, None
-        if rank is None:
-            return
-        self._given_up.set()
         await self.abort(list(self._requests))
-        assert self._running is not None, "started"
-        self._running.cancel()
-        await asyncio.wait([self._running], timeout=_CLOSE_TIMEOUT_S)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.to_thread(rank.leave), _CLOSE_TIMEOUT_S)
+        await self.leave()
+        if self._generating is not None:
+            self._generating.cancel()
+            await asyncio.wait([self._generating], timeout=_CLOSE_TIMEOUT_S)
         self._model = None
-        for threads in (self._threads, self._updates):
-            assert threads is not None, "started"
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._steps.shutdown(wait=False, cancel_futures=True)
 
     def _load(self) -> TransformersLoader:
         dtype = None if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
@@ -203,30 +153,16 @@ class TransformersEngine(RolloutEngine):
         self.vocab_size = int(text.vocab_size)
         return loader
 
-    def _load_tokenizer(self) -> Any:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - only stop strings need one
-
-        return tokenizer_for_stop_strings(partial(AutoTokenizer.from_pretrained, self.model_dir), self.name)
-
-    def _update(
-        self, rank: ReceivingRank, fields: Mapping[str, Any], serves: int, given_up: threading.Event
-    ) -> UpdateFigures:
-        """See `update`, which waits for this until it gives up."""
-        recomputed, self._blocked_s = self._recomputed, 0.0
-        self._serves, self._given_up = serves, given_up
-        rank.update(fields)
-        return UpdateFigures(self._blocked_s, self._blocked_s, self._recomputed - recomputed)
-
     def _put_into_service(self, model: Any) -> None:
         """Replace the model between two steps. Raises `CommitError` if nobody waits for the update any more."""
         with self._computing:
-            began = time.perf_counter()
-            if self._given_up.is_set():
-                raise CommitError(f"version {self._serves} came too late.", part=self.name)
-            self._model, self._version = model, self._serves
+            began, update, recomputed = time.perf_counter(), self.updating, 0
+            update.check(self.name)
+            self._model, self._version = model, update.serves
             if self.config.kv_on_commit == "recompute":
-                self._recomputed += sum(each.decoding.drop_cache() for each in list(self._requests.values()))
-            self._blocked_s = time.perf_counter() - began
+                recomputed = sum(each.decoding.drop_cache() for each in list(self._requests.values()))
+            blocked_s = time.perf_counter() - began
+        update.figures = UpdateFigures(blocked_s, blocked_s, recomputed)
 
     async def _generate_all(self) -> None:
         """Compute tokens as long as there are requests, until cancelled."""
@@ -238,7 +174,7 @@ class TransformersEngine(RolloutEngine):
                 continue
             for request in requests:
                 try:
-                    await self._in(self._threads, self._step, request.decoding)
+                    await self.in_thread(self._steps, self._step, request.decoding)
                 except Exception as error:  # noqa: BLE001 - the models' code may raise anything
                     if not request.done.done():
                         request.done.set_exception(as_weightlane_error(error, self.name))
@@ -252,12 +188,3 @@ class TransformersEngine(RolloutEngine):
         with self._computing:
             if self._model is not None:
                 decoding.step(self._model, self._version)
-
-    def _open_rank(self) -> ReceivingRank:
-        if self._rank is None:
-            raise ClosedError("the replica is not running.", part=self.name)
-        return self._rank
-
-    @staticmethod
-    async def _in(threads: ThreadPoolExecutor | None, call: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)

@@ -57,23 +57,16 @@ def _refuse_modes(vllm_config: Any) -> None:
     """Refuse modes in which vLLM would keep old weights, or move them."""
     draft = getattr(vllm_config, "speculative_config", None)
     method = str(getattr(draft, "method", "") or "")
-    modes = [
-        (
-            bool(getattr(vllm_config.parallel_config, "enable_eplb", False)),
-            "expert load balancing (enable_eplb)",
-            "it moves experts between ranks and places, and versions would be written where they were at the start",
-        ),
-        (
-            draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS,
-            f"a draft model (speculative_config, {method})",
-            "it would keep the weights that it was started with",
-        ),
-    ]
-    for on, mode, reason in modes:
-        if on:
-            raise ConfigError(
-                f"a replica with {mode} takes no versions: {reason}.", part=_PART, hint="Start vLLM without it."
-            )
+    why = ""
+    if getattr(vllm_config.parallel_config, "enable_eplb", False):
+        why = (
+            "expert load balancing (enable_eplb) takes no versions: it moves experts between ranks and places, and versions"
+            " would be written where they were at the start"
+        )
+    elif draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS:
+        why = f"a draft model (speculative_config, {method}) takes no versions: it would keep those of the start"
+    if why:
+        raise ConfigError(f"a replica with {why}.", part=_PART, hint="Start vLLM without it.")
 
 
 def refuse_other_versions(vllm_config: Any, *, adapter: bool) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .geometry import Block, Cover, elements_of, source_block, target_block
-from .layout_map import LayoutMap
+from .geometry import Block, Cover, blocks_read, elements_of, target_block
+from .layout_map import LayoutMap, SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +48,44 @@ def target_coverage(layout: LayoutMap) -> dict[str, TargetCoverage]:
     return result
 
 
-def unused_elements(layouts: Sequence[LayoutMap]) -> dict[str, int]:
-    """The number of elements that no rank uses, for each checkpoint tensor with such elements. `layouts` are those of all ranks.
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The part of a checkpoint that one rank's loading uses."""
 
-    Tensors that are uncopied on any rank (`LayoutMap.uncopied_sources`) are left out: their elements may be used.
-    """
-    excused = set[str]().union(*(layout.uncopied_sources for layout in layouts))
-    blocks: dict[str, set[Block]] = defaultdict(set)
-    for layout in layouts:
-        for copy in layout.copies:
-            blocks[copy.source].add(source_block(copy))
+    blocks: Mapping[str, Collection[Block]]
+    """The blocks of each tensor that are copied."""
+    uncopied: frozenset[str]
+    """Tensors of which any element may be used: `LayoutMap.uncopied_sources`."""
+
+    @classmethod
+    def of(cls, layout: LayoutMap) -> Reads:
+        """The part that a rank with this layout uses."""
+        return cls(blocks_read(layout.copies), frozenset(layout.uncopied_sources))
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {"blocks": {name: list(each) for name, each in self.blocks.items()}, "uncopied": sorted(self.uncopied)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Reads:
+        """The inverse of `to_plain`."""
+        blocks = {
+            name: [(offset, tuple(strides), tuple(shape)) for offset, strides, shape in each]
+            for name, each in plain["blocks"].items()
+        }
+        return cls(blocks, frozenset(plain["uncopied"]))
+
+
+def unused_elements(sources: Mapping[str, SourceSpec], ranks: Sequence[Reads]) -> dict[str, int]:
+    """The number of elements that none of `ranks`, which are all of a replica's, uses, for each tensor with such elements."""
+    excused = frozenset[str]().union(*(rank.uncopied for rank in ranks))
     # Layers are alike, and so are experts: most tensors are used like one before.
     known: dict[tuple[tuple[int, ...], frozenset[Block]], int] = {}
     result = {}
-    for name, spec in layouts[0].sources.items():
+    for name, spec in sources.items():
         if name in excused:
             continue
-        key = spec.shape, frozenset(blocks.get(name, ()))
+        key = spec.shape, frozenset(block for rank in ranks for block in rank.blocks.get(name, ()))
         if (unused := known.get(key)) is None:
             unused = known[key] = _unused(*key) if spec.numel else 0
         if unused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -84,9 +85,12 @@ def _continues(last: LayoutCopy, copy: LayoutCopy) -> bool:
     )
 
 
-def source_block(copy: LayoutCopy) -> Block:
-    """The block that `copy` reads."""
-    return copy.source_offset, copy.source_strides, copy.shape
+def blocks_read(copies: Iterable[LayoutCopy]) -> dict[str, set[Block]]:
+    """The blocks that `copies` read, by checkpoint tensor."""
+    blocks: dict[str, set[Block]] = defaultdict(set)
+    for copy in copies:
+        blocks[copy.source].add((copy.source_offset, copy.source_strides, copy.shape))
+    return blocks
 
 
 def target_block(copy: LayoutCopy) -> Block:

@@ -9,13 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import Any
 
 import torch
-
-from weightlane.ckpt_engines import ProtocolError
-from weightlane.sync import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +79,6 @@ class Refusal:
     why: str
 
 
-_COPY = attrgetter("source", "source_offset", "source_strides", "target", "target_offset", "target_strides", "shape")
-_CONSTANT = attrgetter("target", "offset", "strides", "shape", "value")
-
-
 @dataclass
 class LayoutMap:
     """The copies that one rank's loading makes of one set of checkpoint tensors.
@@ -134,52 +125,3 @@ class LayoutMap:
     def bytes_copied(self) -> int:
         """Bytes that one commit writes by copying."""
         return sum(copy.numel * self.targets[copy.target].dtype.itemsize for copy in self.copies)
-
-    def to_plain(self) -> dict[str, Any]:
-        """The layout as JSON data."""
-        return {
-            "sources": {name: [list(spec.shape), dtype_name(spec.dtype)] for name, spec in self.sources.items()},
-            "targets": {
-                name: [list(spec.shape), list(spec.strides), spec.offset, dtype_name(spec.dtype)]
-                for name, spec in self.targets.items()
-            },
-            "copies": [_lists(_COPY(copy)) for copy in self.copies],
-            "constants": [_lists(_CONSTANT(constant)) for constant in self.constants],
-            "refused_sources": [[refusal.tensor, refusal.why] for refusal in self.refused_sources],
-            "refused_targets": [[refusal.tensor, refusal.why] for refusal in self.refused_targets],
-            "feeds": [list(pair) for pair in self.feeds],
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> LayoutMap:
-        """The inverse of `to_plain`; raises `ProtocolError` for anything else."""
-        try:
-            return cls(
-                {name: SourceSpec(tuple(shape), _dtype(dtype)) for name, (shape, dtype) in plain["sources"].items()},
-                {
-                    name: TargetSpec(tuple(shape), tuple(strides), offset, _dtype(dtype))
-                    for name, (shape, strides, offset, dtype) in plain["targets"].items()
-                },
-                [LayoutCopy(*_tuples(row)) for row in plain["copies"]],
-                [Constant(*_tuples(row)) for row in plain["constants"]],
-                [Refusal(*pair) for pair in plain["refused_sources"]],
-                [Refusal(*pair) for pair in plain["refused_targets"]],
-                [(source, target) for source, target in plain["feeds"]],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as cause:
-            raise ProtocolError(f"not a layout map: {type(cause).__name__}: {cause}", part="layout map") from cause
-
-
-def _lists(row: Iterable[Any]) -> list[Any]:
-    return [list(item) if isinstance(item, tuple) else item for item in row]
-
-
-def _tuples(row: Iterable[Any]) -> list[Any]:
-    return [tuple(item) if isinstance(item, list) else item for item in row]
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no data type")
-    return dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from weightlane.sync import TensorSlice
@@ -14,7 +14,7 @@ from .layout_map import LayoutCopy, LayoutMap, SourceSpec
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """One dimension of a copy, as steps along one dimension of its source."""
 
     axis: int
@@ -52,15 +52,24 @@ def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> Layo
     return replace(layout, sources=sources, copies=copies)
 
 
-def _steps(copy: LayoutCopy, shape: tuple[int, ...]) -> tuple[list[int], list[_Step]] | None:
-    """The first index of `copy` in each dimension of its source, and its steps; None if `copy` does not follow them."""
+def _steps(copy: LayoutCopy, shape: tuple[int, ...]) -> tuple[list[int], list[Step]] | None:
+    return steps_of(copy.source_offset, zip(copy.shape, copy.source_strides, copy.target_strides, strict=True), shape)
+
+
+def steps_of(
+    offset: int, dimensions: Iterable[tuple[int, int, int]], shape: tuple[int, ...]
+) -> tuple[list[int], list[Step]] | None:
+    """The first index of a block in each dimension of its source, of `shape`, and the block's steps along them.
+
+    `dimensions` are length, source stride and target stride of each of the block's. None if they do not follow the source's.
+    """
     strides = row_major_strides(shape)
-    first, rest = [], copy.source_offset
+    first, rest = [], offset
     for stride in strides:
         first.append(rest // stride)
         rest %= stride
-    steps: list[_Step] = []
-    for length, stride, target in zip(copy.shape, copy.source_strides, copy.target_strides, strict=True):
+    steps: list[Step] = []
+    for length, stride, target in dimensions:
         found = list(_along(length, stride, target, shape, strides, first))
         if not found and length != 1:
             return None
@@ -75,30 +84,30 @@ def _steps(copy: LayoutCopy, shape: tuple[int, ...]) -> tuple[list[int], list[_S
 
 def _along(
     length: int, stride: int, target: int, shape: tuple[int, ...], strides: tuple[int, ...], first: list[int]
-) -> Iterator[_Step]:
+) -> Iterator[Step]:
     """One dimension of a copy as steps along dimensions of its source, joined dimensions split; nothing if that is impossible."""
     axis = next((axis for axis, size in enumerate(strides) if size <= stride and shape[axis] > 1), None)
     if length == 1 or axis is None or stride % strides[axis]:
         return
-    found: list[_Step] = []
+    found: list[Step] = []
     step = stride // strides[axis]
     while first[axis] + step * (length - 1) >= shape[axis]:
         # The copy continues in the next outer dimension, which needs whole rows.
         per, rest = divmod(shape[axis], step)
         if rest or first[axis] or length % per or axis == 0:
             return
-        found.append(_Step(axis, step, per, target))
+        found.append(Step(axis, step, per, target))
         target, length, step = target * per, length // per, 1
         axis -= 1
     yield from found
     if length > 1:
-        yield _Step(axis, step, length, target)
+        yield Step(axis, step, length, target)
 
 
-def _from_slice(copy: LayoutCopy, first: list[int], steps: list[_Step], name: str, box: Box) -> Iterator[LayoutCopy]:
+def _from_slice(copy: LayoutCopy, first: list[int], steps: list[Step], name: str, box: Box) -> Iterator[LayoutCopy]:
     """The part of `copy` that the slice `name` of its source contains."""
     inside = row_major_strides(box.shape)
-    by_axis: dict[int, list[_Step]] = defaultdict(list)
+    by_axis: dict[int, list[Step]] = defaultdict(list)
     for step in steps:
         by_axis[step.axis].append(step)
     choices = [
@@ -120,7 +129,7 @@ def _from_slice(copy: LayoutCopy, first: list[int], steps: list[_Step], name: st
         )
 
 
-def _in_range(steps: list[_Step], at: int, low: int, high: int) -> Iterator[tuple[int, int, list[_Step]]]:
+def _in_range(steps: list[Step], at: int, low: int, high: int) -> Iterator[tuple[int, int, list[Step]]]:
     """The part of `steps` along one dimension, from index `at`, that lies in [`low`, `high`).
 
     Yields its first index, its distance in the target, and its steps.

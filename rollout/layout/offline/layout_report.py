@@ -11,7 +11,7 @@ from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_proces
 from weightlane.ckpt_engines.runtime.process_memory import available_memory_bytes
 
 from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
-from ..map.coverage import target_coverage, unused_elements
+from ..map.coverage import Reads, target_coverage, unused_elements
 from ..write_method import WriteKind
 from .rank_layouts import RankLayout, rank_layouts, rehearsed
 from .rank_models import engine_config
@@ -85,9 +85,8 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
             ranks = rank_layouts(config, stored, tied=expectation.tied, require_all=True)
             ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
     sources = ranks[0].layout.sources
-    layouts = [rank.layout for rank in ranks]
     kinds = {rank.method.kind for rank in ranks}
-    unused = unused_elements(layouts) | {
+    unused = unused_elements(sources, [Reads.of(rank.layout) for rank in ranks]) | {
         name: spec.numel
         for name, spec in sources.items()
         if spec.numel and not any(rank.needed[name] for rank in ranks)

@@ -4,7 +4,7 @@ Only plans use the cache. A replica traces its own model, which takes a fraction
 wrong cache file cannot affect a weight.
 
 JSON files lie in ``$XDG_CACHE_HOME/weightlane/layouts`` (``~/.cache`` if that is not set). The name of a file is a digest of
-everything that its answer depends on. A damaged or foreign file counts as missing. A cache that cannot be written raises nothing.
+everything that its answer depends on. A damaged file counts as missing. A cache that cannot be written raises nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -31,10 +29,6 @@ CACHE_ENV = "WEIGHTLANE_LAYOUT_CACHE"
 """Environment variable that turns the cache off when it is ``off``."""
 MOST_FILES = 32
 """Most files in the cache: a user plans for a few models at a time."""
-MOST_BYTES = 64 << 20
-"""Most bytes of one file, and of all files together: a cache must not fill a home directory."""
-
-_NAME = re.compile(r"[0-9a-f]{64}\.json")
 _Answer = TypeVar("_Answer")
 
 
@@ -51,15 +45,13 @@ def remembered(
     directory = _directory()
     if directory is None:
         return parse(find())
-    key = _key(model, asked)
-    path = directory / f"{key}.json"
+    path = directory / f"{_key(model, asked)}.json"
     with suppress(Exception):  # Any answer that cannot be used is found again.
-        return parse(_read(path, key))
+        return parse(json.loads(path.read_bytes()))
     found = find()
     answer = parse(found)
     with suppress(OSError):
-        _write(path, key, found)
-        _prune(directory)
+        _write(path, json.dumps(found))
     return answer
 
 
@@ -91,7 +83,7 @@ def _key(model: Path, asked: Mapping[str, Any]) -> str:
         "tensors": {name: [shape, dtype_name(dtype)] for name, (shape, dtype) in stored_tensors(model).items()},
         "asked": asked,
     }
-    return _digest(facts)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _versions() -> Iterator[tuple[str, str]]:
@@ -100,47 +92,12 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
 
 
-def _digest(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
-def _read(path: Path, key: str) -> Any:
-    """The answer in a file; raises if the file is incomplete, made for another key, or another user's."""
-    # Links are not followed, and a pipe is not waited for.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_size > MOST_BYTES:
-            raise ValueError("not a file of this user, or too large")
-        entry = json.loads(file.read(MOST_BYTES))
-    if entry["key"] != key or entry["digest"] != _digest(entry["answer"]):
-        raise ValueError("the file was changed")
-    return entry["answer"]
-
-
-def _write(path: Path, key: str, answer: Any) -> None:
-    """Write the answer to a file that appears complete or not at all."""
-    entry = json.dumps({"key": key, "digest": _digest(answer), "answer": answer}).encode()
-    if len(entry) > MOST_BYTES:
-        return
+def _write(path: Path, text: str) -> None:
+    """Write a file that appears complete or not at all, and remove the oldest ones."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent)
-    partial = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(entry)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _prune(directory: Path) -> None:
-    """Remove the oldest files until the rest is within the limits, and the partial files of killed writers."""
-    files = [(file.lstat(), file) for file in directory.iterdir()]
-    left = 0
-    for number, (facts, file) in enumerate(sorted(files, key=lambda each: -each[0].st_mtime_ns)):
-        left += facts.st_size
-        if number >= MOST_FILES or left > MOST_BYTES or (number and not _NAME.fullmatch(file.name)):
-            with suppress(OSError):
-                file.unlink()
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as partial:
+        partial.write(text)
+    Path(partial.name).replace(path)
+    newest_first = sorted(path.parent.iterdir(), key=lambda file: -file.stat().st_mtime_ns)
+    for file in newest_first[MOST_FILES:]:
+        file.unlink()

@@ -14,6 +14,7 @@ from weightlane.sync.version.box import Box
 
 from ...contract.rank_group import RankGroup
 from ..loading.refused_models import refuse_unsupported
+from ..map.coverage import Reads
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec
 from ..map.needs import needed_boxes
 from ..proof.rehearsal import Rehearsal
@@ -82,11 +83,11 @@ def rank_layouts(
     for layout, *_ in traced:
         layout.sources = dict(sources)
         layout.refused_sources = [refusal for refusal in layout.refused_sources if refusal.tensor in sources]
-    layouts = [layout for layout, *_ in traced]
+    reads = [Reads.of(layout) for layout, *_ in traced]
     found = []
     for rank, (layout, experts, learned_s, nbytes) in zip(ranks, traced, strict=True):
         with model_of_rank(config, rank) as built:
-            method = full_reload(dict.fromkeys(untraced)) if untraced else choose_write_method(built, layout, layouts)
+            method = full_reload(dict.fromkeys(untraced)) if untraced else choose_write_method(built, layout, reads)
             needed = _read(built, sources) if method.kind is WriteKind.RELOAD else needed_boxes(layout)
             found.append(RankLayout(layout, method, needed, experts, learned_s, nbytes))
     why = next((rank.method.summary for rank in found if rank.method.kind is WriteKind.RELOAD), None)

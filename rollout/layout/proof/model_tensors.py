@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum
+from weightlane.ckpt_engines.runtime.tensor_bytes import mixed_sum
 from weightlane.sync.version.tensor_spec import raw_bytes
 
 _NO_WEIGHTS = ("kv_cache", "handler_tensor", "_moe_state")

@@ -21,8 +21,7 @@ from weightlane.sync.version.tensor_spec import raw_bytes
 from ..map.coverage import target_coverage
 from ..map.layout_map import SourceSpec
 from ..map.needs import needed_boxes
-from .model_snapshot import restored_afterwards
-from .trace import trace_loading
+from .trace import restored_afterwards, trace_loading
 
 
 def read_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str, list[Box]]:

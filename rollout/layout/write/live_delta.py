@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import CommitError, DeltaBaseError
-from weightlane.ckpt_engines.runtime.host_copies import narrow_offsets, put_elements
+from weightlane.ckpt_engines.runtime.tensor_bytes import narrow_offsets, put_elements
 from weightlane.sync import IncomingDelta
 from weightlane.sync.version.box import positions_in
 from weightlane.sync.version.tensor_spec import TensorSpec

@@ -22,16 +22,16 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads, close_at_exit
 from weightlane.plugins import RunHooks, process_hooks
 
+from ...codecs.quantised import QuantisationReport
 from ...config import SyncConfig
 from ..messages import COORDINATOR, Abort, Committed, Lost
 from ..participant import checked_version
 from ..rendezvous import Rendezvous
-from .attempts import INTERRUPTED_S, Attempts, absent_error, commit_error
+from .blame import AttemptError
 from .message_queue import MessageQueue
-from .replies import AttemptError
-from .report import FailedAttempt, Outcome, ReplicaReport, SyncReport
-from .roster import Replica, ReplicaState, Roster
+from .replicas import FailedAttempt, Replica, ReplicaReport, ReplicaState, Roster, SyncReport
 from .session import Session, Streamed
+from .version_sync import INTERRUPTED_S, VersionSync
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -127,82 +127,78 @@ class Coordinator:
             self._end_turn()
 
     async def _sync(self, version: int, deadline: Deadline) -> SyncReport:
-        loop = asyncio.get_running_loop()
-        attempts = Attempts(
-            version, deadline, loop, self._session, self._queue, self._roster, self._config, self._hooks
+        sync = VersionSync(
+            version, deadline, self._session, self._queue, self._roster, self._config.retries, self._hooks
         )
-        commits = attempts.commits
         self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.entries)})
         try:
-            streamed = await self._run(deadline, attempts.stage, self._committed)
-            begun = commits.running
-            for entry in streamed.replicas:
-                if entry not in begun:
-                    commits.begin(entry)
-            await commits.wait(attempts.patience_s)
+            streamed = await self._run(deadline, sync.stage, self._committed)
+            sync.begin_commits(streamed.replicas)
+            await sync.wait(sync.patience_s)
         except BaseException as cause:
             error = _typed(f"the sync of version {version}", cause)
-            patience_s = attempts.patience_s if isinstance(cause, Exception) else _CANCELLED_S
-            await run_to_end(self._give_up(attempts, error, patience_s))
+            patience_s = sync.patience_s if isinstance(cause, Exception) else _CANCELLED_S
+            await run_to_end(self._give_up(sync, error, patience_s))
             if isinstance(cause, Exception):
                 raise SyncAbortedError.because(version, error) from cause
             raise
-        return await run_to_end(self._conclude(streamed, attempts))
+        return await run_to_end(self._conclude(streamed, sync))
 
-    async def _conclude(self, streamed: Streamed, attempts: Attempts) -> SyncReport:
+    async def _conclude(self, streamed: Streamed, sync: VersionSync) -> SyncReport:
         """Decide whether enough replicas have committed the version, and send every participant the outcome."""
         try:
-            reports = await self._reports(streamed, attempts)
+            reports = await self._reports(streamed, sync)
         except Exception as cause:
-            error = _typed(f"the sync of version {attempts.version}", cause)
-            await self._give_up(attempts, error, patience_s=0.0)
-            raise SyncAbortedError.because(attempts.version, error) from cause
+            error = _typed(f"the sync of version {sync.version}", cause)
+            await self._give_up(sync, error, patience_s=0.0)
+            raise SyncAbortedError.because(sync.version, error) from cause
+        quantised = [QuantisationReport(*message.error) for message in streamed.sent if message.error is not None]
         report = SyncReport(
-            version=attempts.version,
-            latency_s=time.perf_counter() - attempts.started,
+            version=sync.version,
+            latency_s=time.perf_counter() - sync.started,
             sent_bytes=sum(message.nbytes for message in streamed.sent),
             export_s=max((message.export_s for message in streamed.sent), default=0.0),
             codec=str(streamed.offer.manifest.get("codec", "")),
             codec_reason=streamed.offer.reason,
-            quantisation=streamed.quantisation,
+            quantisation=sum(quantised, QuantisationReport()) if quantised else None,
             replicas=reports,
             session=self._session.name,
-            failures=tuple(attempts.failures),
+            failures=tuple(sync.failures),
         )
         self._announce(report)
         return report
 
-    async def _reports(self, streamed: Streamed, attempts: Attempts) -> dict[str, ReplicaReport]:
+    async def _reports(self, streamed: Streamed, sync: VersionSync) -> dict[str, ReplicaReport]:
         """The report of every replica once all commits have ended. Raises the commits' error if too few have succeeded."""
-        commits, needed = attempts.commits, attempts.needed
-        failed = await commits.finish(timeout_s=0.0)
-        excluded = {name: commits.report_without(name, error) for name, error in attempts.excluded.items()}
-        reports = excluded | commits.reports | failed
+        needed = sync.needed
+        failed = await sync.finish(timeout_s=0.0)
+        excluded = {name: sync.report_without(name, error) for name, error in sync.excluded.items()}
+        reports = excluded | sync.reports | failed
         for entry in streamed.replicas:
             staged = [message for message in streamed.staged if message.name in entry.subscribers]
             staged_s, nbytes = max(message.seconds for message in staged), sum(message.nbytes for message in staged)
             reports[entry.name] = replace(reports[entry.name], staged_s=staged_s, nbytes=nbytes)
         for name, entry in self._roster.entries.items():
-            if name not in reports and entry.version != attempts.version:
-                reports[name] = commits.report_without(name, entry.error)
+            if name not in reports and entry.version != sync.version:
+                reports[name] = sync.report_without(name, entry.error)
         if failed:
-            error = commit_error(attempts.version, failed)
-            attempts.failures.append(FailedAttempt(self._session.name, error, tuple(failed)))
+            error = sync.commit_error(failed)
+            sync.failures.append(FailedAttempt(self._session.name, error, tuple(failed)))
             if len(streamed.replicas) - len(failed) < needed:
                 raise error
         return reports
 
-    async def _give_up(self, attempts: Attempts, error: WeightlaneError, patience_s: float) -> None:
+    async def _give_up(self, sync: VersionSync, error: WeightlaneError, patience_s: float) -> None:
         """Abort the version on every participant, and roll it back on replicas that already serve it."""
-        self._abort(attempts.version, error)
-        await attempts.commits.finish(patience_s)
-        await attempts.commits.roll_back(self._config.deadline_s)
+        self._abort(sync.version, error)
+        await sync.finish(patience_s)
+        await sync.roll_back(self._config.deadline_s)
         facts = {
             "error": str(error),
-            "seconds": time.perf_counter() - attempts.started,
-            "failures": [failure.to_plain() for failure in attempts.failures],
+            "seconds": time.perf_counter() - sync.started,
+            "failures": [failure.to_plain() for failure in sync.failures],
         }
-        self._hooks.version_aborted(version=attempts.version, facts=facts)
+        self._hooks.version_aborted(version=sync.version, facts=facts)
 
     def add(self, replica: Replica) -> None:
         """Add a replica to the run. It takes part from the next `sync` on, once its subscribers have joined. Never waits.
@@ -280,7 +276,8 @@ class Coordinator:
             if not running.cancel():
                 self._queue.interrupt(ClosedError("the call was cancelled.", part=COORDINATOR))
                 await run_to_end(asyncio.wait({ended}, timeout=INTERRUPTED_S))
-                _retrieve_error(ended)
+                if ended.done() and not ended.cancelled():
+                    ended.exception()  # retrieved, so that Python does not log it
             raise
         if not ended.done():
             running.cancel()
@@ -320,11 +317,10 @@ class Coordinator:
                 entry = self._roster.entries.get(name)
                 if entry is None:
                     continue
-                if part.outcome is Outcome.COMMITTED:
+                if part.error is None:
                     serving += entry.subscribers
                 else:
-                    error = part.error or absent_error(name)
-                    verdict = Abort(session=session, version=version, error=error.to_wire(), disconnect=False)
+                    verdict = Abort(session=session, version=version, error=part.error.to_wire(), disconnect=False)
                     self._queue.post_all(entry.subscribers, verdict)
             self._queue.post_all(serving, Committed(session=session, version=version))
         except WeightlaneError:
@@ -356,15 +352,10 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        _retrieve_error(task)
+        if not task.cancelled():
+            task.exception()  # retrieved, so that Python does not log it
         raise cancelled
     return task.result()
-
-
-def _retrieve_error(future: asyncio.Future[Any]) -> None:
-    """Retrieve the future's error, so that Python does not log it as never retrieved."""
-    if future.done() and not future.cancelled():
-        future.exception()
 
 
 def _typed(what: str, cause: BaseException) -> WeightlaneError:

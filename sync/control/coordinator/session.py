@@ -16,7 +16,6 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 
-from ...codecs.quantised import QuantisationReport
 from ...config import SyncConfig
 from ..messages import (
     COORDINATOR,
@@ -33,9 +32,9 @@ from ..messages import (
     Sent,
     Staged,
 )
-from .message_queue import MessageQueue
-from .replies import AttemptError, Replies, Reply
-from .roster import Roster, RosterEntry
+from .blame import AttemptError
+from .message_queue import MessageQueue, Reply
+from .replicas import Roster, RosterEntry
 
 # The participant closest to the cause of a stall fails first, so that the reported error names the right peer.
 _PUBLISHER_SHARE = 0.9
@@ -53,19 +52,12 @@ class Streamed:
     refused: dict[str, WeightlaneError]
     """Why replicas did not accept the version, by name."""
 
-    @property
-    def quantisation(self) -> QuantisationReport | None:
-        """The quantisation error over all trainer ranks; None where nothing is quantised."""
-        errors = [QuantisationReport(*message.error) for message in self.sent if message.error is not None]
-        return sum(errors, QuantisationReport()) if errors else None
-
 
 class Session:
     """Connects publishers and subscribers, in one session after another, and streams versions. Used by one thread at a time."""
 
     def __init__(self, queue: MessageQueue, roster: Roster, config: SyncConfig) -> None:
         self._queue = queue
-        self._replies = Replies(queue, roster)
         self._roster = roster
         self._config = config
         self._receivers: dict[str, None] = {}
@@ -127,7 +119,7 @@ class Session:
         self._queue.start_session(f"s-{secrets.token_hex(6)}", [*publishers, *subscribers])
         self._stored.clear()
         self._sent_as_delta.clear()
-        self._replies.collect(Hello, publishers, -1, deadline, "to answer")
+        self._queue.collect(Hello, publishers, -1, deadline, "to answer")
         self._traits = self._queue.hellos[publishers[0]].traits
         limit = deadline if everyone else deadline.within(self._config.rejoin_s)
         answered = self._await_hellos(subscribers, limit, everyone=everyone)
@@ -150,9 +142,9 @@ class Session:
         The other replicas are marked as lost; with `everyone`, `AttemptError` is raised instead.
         """
         silent = [name for name in subscribers if name not in self._queue.hellos]
-        _, errors = self._replies.collect_some(Hello, silent, -1, deadline, "to answer")
+        _, errors = self._queue.collect_some(Hello, silent, -1, deadline, "to answer")
         if everyone:
-            self._replies.check_present(subscribers, sending=False)
+            self._queue.check_present(subscribers, sending=False)
             for error in errors.values():
                 raise AttemptError(error)
         for name, error in errors.items():
@@ -178,7 +170,7 @@ class Session:
         )
         self._queue.post_all(names, message)
         try:
-            connected = self._replies.collect(Connected, names, -1, deadline, "to connect")
+            connected = self._queue.collect(Connected, names, -1, deadline, "to connect")
         except AttemptError as failed:
             if isinstance(failed.error, ManifestError):
                 self._roster.note_misfits(failed.culprits, failed.error)
@@ -202,12 +194,13 @@ class Session:
         offer = self._offer_for(version, targets, deadline)
         receivers = self._connected_of(targets)
         senders = () if version in self._stored else self._roster.publishers
-        self._replies.check_present([*senders, *receivers], sending=False)
+        self._queue.check_present([*senders, *receivers], sending=False)
         accepted, refused = self._open(offer, receivers, deadline)
         entries = [entry for entry in targets if all(name in accepted for name in entry.subscribers)]
         for entry in targets:
             if entry not in entries and entry.name not in refused:
-                refused[entry.name] = entry.error or _not_connected(entry)
+                absent = QuorumError("it is not connected.", part=COORDINATOR, peer=entry.name)
+                refused[entry.name] = entry.error or absent
         self._check_refusals(version, entries, refused, needed)
         streamed = Streamed(offer, entries, [], [], refused)
         try:
@@ -243,7 +236,7 @@ class Session:
         if _base_of(streamed.offer) is not None:
             self._sent_as_delta.add(version)
         unready = {entry.name: set(entry.subscribers) for entry in streamed.replicas}
-        for reply in self._replies.each(awaited, version, deadline, f"to finish version {version}"):
+        for reply in self._queue.replies(awaited, version, deadline, f"to finish version {version}"):
             if isinstance(reply, Sent):
                 streamed.sent.append(reply)
             elif isinstance(reply, Staged):
@@ -259,20 +252,25 @@ class Session:
     def _offer_for(self, version: int, targets: Sequence[RosterEntry], deadline: Deadline) -> Offer:
         """The offer of `version`: a delta only if all of `targets` have its base."""
         if (offer := self._stored.get(version)) is None:
-            self._replies.check_not_failed(version)
+            self._queue.check_not_failed(version)
             offer = self._offer(version, deadline)
         base = _base_of(offer)
         if base is not None and (version == self._full or any(entry.version != base for entry in targets)):
             if version in self._sent_as_delta and self._traits and self._traits.persistent:
-                raise self._or_in_full(version, AttemptError(_stored_as_delta(version)))
+                error = DeltaBaseError(
+                    f"version {version} was sent as a delta, and a replica lacks the version that the delta applies to.",
+                    part=COORDINATOR,
+                    hint="It is sent in full on another connection.",
+                )
+                raise self._or_in_full(version, AttemptError(error))
             offer = self._offer_in_full(version, deadline)
         return offer
 
     def _offer(self, version: int, deadline: Deadline) -> Offer:
         leader = self._roster.publishers[0]
         if version not in self._queue.offers:
-            self._replies.check_offerable(version, leader)
-            self._replies.collect(Offer, [leader], version, deadline, f"to offer version {version}")
+            self._queue.check_offerable(version, leader)
+            self._queue.collect(Offer, [leader], version, deadline, f"to offer version {version}")
         return self._queue.offers[version]
 
     def _offer_in_full(self, version: int, deadline: Deadline) -> Offer:
@@ -280,7 +278,7 @@ class Session:
         leader = self._roster.publishers[0]
         self._stored.pop(version, None)
         self._queue.offers.pop(version, None)
-        self._replies.check_offerable(version, leader)
+        self._queue.check_offerable(version, leader)
         self._queue.post_all(self._roster.publishers, Full(session=self.name, version=version))
         return self._offer(version, deadline)
 
@@ -297,7 +295,7 @@ class Session:
         )
         self._queue.post_all(names, message)
         limit = deadline.within(self._config.stall_s)
-        replies, errors = self._replies.collect_some(
+        replies, errors = self._queue.collect_some(
             Accepted, names, offer.version, limit, f"to accept version {offer.version}"
         )
         refused = {entry.name: error for name, error in errors.items() if (entry := self._roster.entry_of(name))}
@@ -341,7 +339,7 @@ def _check_plans(connected: Sequence[Connected], roster: Roster) -> None:
             peer=", ".join(others),
             hint="Run one release of weightlane on all ranks, with the same checkpoint engine.",
         )
-        culprits = {entry.name for name in others if (entry := roster.entry_of(name))}
+        culprits = roster.replicas_of(others)
         raise AttemptError(error, culprits, final=len(culprits) < len(others))
 
 
@@ -353,15 +351,3 @@ def _base_of(offer: Offer) -> int | None:
     """The version that a delta applies to; None for a version in full."""
     base: int | None = offer.manifest.get("base_version")
     return base
-
-
-def _stored_as_delta(version: int) -> DeltaBaseError:
-    return DeltaBaseError(
-        f"version {version} was sent as a delta, and a replica lacks the version that the delta applies to.",
-        part=COORDINATOR,
-        hint="It is sent in full on another connection.",
-    )
-
-
-def _not_connected(entry: RosterEntry) -> QuorumError:
-    return QuorumError("it is not connected.", part=COORDINATOR, peer=entry.name)

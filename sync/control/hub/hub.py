@@ -1,207 +1,169 @@
-"""`ControlHub`: the inboxes and mailboxes of a run, in the memory of the coordinator's process.
+"""`ControlHub`: forwards the control messages of a run's members, in the coordinator's process, and holds their `Mailboxes`.
 
-Members are connected to the hub by TCP, or call it within its process. The hub sends a message for an inbox to its reader at
-once, and replies to a request for a value as soon as the value exists: members do not poll.
-
-`Mailboxes` has the values that members share, in scopes. Most scopes are named after a session (``"plan/s-1a2b"``). When a
-session is over its scopes are dropped, and the requests of members that still wait for their values fail.
+Members are connected to the hub by a `ControlConnection`, or call it within its process. The hub sends a message for an inbox to
+its reader at once, and replies to a request for a value as soon as the value exists: members do not poll.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
+import os
+import select
 import socket
-import struct
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from itertools import chain
-
-import torch.distributed as dist
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from weightlane.ckpt_engines import Deadline, as_weightlane_error
-from weightlane.ckpt_engines.channels.channel import Frame, Keys, payload_digest
+from weightlane.ckpt_engines.channels.channel import LENGTH, Connection, Frame, Keys, payload_digest
 from weightlane.ckpt_engines.channels.handshake import Hello
+from weightlane.ckpt_engines.channels.io_loop import unwatch, watch, watch_writable
 from weightlane.ckpt_engines.channels.listener import Admission, Listener, listen_tcp
-from weightlane.ckpt_engines.engines.torch_distributed.process_group import host_store
-from weightlane.ckpt_engines.runtime.threads import start_thread
 
 from ..messages import COORDINATOR, Kind
-from .connection import CLOSED_BY_PEER, ControlConnection
-
-_ENTRY = struct.Struct("<HI")
-"""Lengths of a key and its value."""
-_ENDED_SESSIONS = 1024
-"""How many ended sessions are remembered: a late participant may still put a value into a scope of one."""
-
-
-@dataclass(eq=False)
-class Member:
-    """A process that is connected to the hub, and the inboxes it reads."""
-
-    send: Callable[[Frame, bytes | None], None]
-    """Sends a frame, with the digest of its payload if that is known. Never waits."""
-    inboxes: set[str] = field(default_factory=set)
-
-
-@dataclass(eq=False)
-class _Scope:
-    values: dict[str, bytes] = field(default_factory=dict)
-    waits: dict[str | int, set[tuple[Member, int]]] = field(default_factory=lambda: defaultdict(set))
-    """Waiting members with the numbers of their requests, by the key or the number of keys that they wait for."""
-    gathered: bytes | None = None
-    """The cached reply to `GATHER`; None after a value has changed."""
-
-    def answer_to(self, wanted: str | int) -> bytes | None:
-        """The value of the key `wanted`, or all values if there are `wanted` keys; None otherwise."""
-        if isinstance(wanted, str):
-            return self.values.get(wanted)
-        if len(self.values) < wanted:
-            return None
-        if self.gathered is None:
-            parts = ((key.encode(), value) for key, value in self.values.items())
-            self.gathered = b"".join(_ENTRY.pack(len(key), len(value)) + key + value for key, value in parts)
-        return self.gathered
-
-
-def gathered(data: bytes) -> dict[str, bytes]:
-    """Parse a reply to `Kind.GATHER` into values by key."""
-    values, offset = {}, 0
-    while offset < len(data):
-        key_bytes, value_bytes = _ENTRY.unpack_from(data, offset)
-        start = offset + _ENTRY.size + key_bytes
-        values[data[offset + _ENTRY.size : start].decode()] = data[start : start + value_bytes]
-        offset = start + value_bytes
-    return values
-
-
-class Mailboxes:
-    """Values by scope and key. Every method may be called from any thread, and none waits.
-
-    Args:
-        send: Sends a frame to a member, with the digest of its payload if that is known. It must not wait.
-    """
-
-    def __init__(self, send: Callable[[Member, Frame, bytes | None], None]) -> None:
-        self._send = send
-        self._lock = threading.Lock()
-        self._scopes: dict[str, _Scope] = {}
-        self._ended: dict[str, None] = {}
-        """Sessions that are over, the oldest first."""
-
-    def change(self, frame: Frame) -> None:
-        """Handle a `PUT` or a `DELETE`, and reply to the members that waited for the value."""
-        name, _, key = frame.name.partition("\n")
-        answers: list[tuple[Member, int, bytes]] = []
-        with self._lock:
-            if frame.kind == Kind.PUT and not self._is_over(name):
-                scope = self._scopes.setdefault(name, _Scope())
-                scope.values[key] = frame.payload
-                scope.gathered = None
-                counts = [wanted for wanted in scope.waits if isinstance(wanted, int)]
-                for wanted in (key, *counts):
-                    if wanted in scope.waits and (value := scope.answer_to(wanted)) is not None:
-                        answers += [(*wait, value) for wait in scope.waits.pop(wanted)]
-            elif frame.kind == Kind.DELETE and (known := self._scopes.get(name)) is not None:
-                known.values.pop(key, None)
-                known.gathered = None
-                self._drop_if_empty(name, known)
-        digests: dict[int, bytes] = {}
-        for member, number, value in answers:  # many may have waited for the same value
-            if (digest := digests.get(id(value))) is None:
-                digest = digests[id(value)] = payload_digest(value)
-            self._send(member, Frame(Kind.VALUE, number, "", value), digest)
-
-    def answer(self, member: Member, frame: Frame) -> None:
-        """Reply to a `GET`, `GATHER` or `CANCEL` of `member`, now or once the value exists."""
-        name, _, key = frame.name.partition("\n")
-        with self._lock:
-            over = self._is_over(name)
-            scope = self._scopes.setdefault(name, _Scope())
-            number, asked = json.loads(frame.payload) if frame.kind == Kind.CANCEL else (frame.number, frame.payload)
-            wanted = int(asked) if asked else key
-            value: bytes | None
-            if frame.kind == Kind.CANCEL:
-                scope.waits[wanted].discard((member, number))
-                if not scope.waits[wanted]:
-                    del scope.waits[wanted]
-                value = json.dumps(list(scope.values)).encode()
-            else:
-                value = scope.answer_to(wanted)
-                if value is None and not over:
-                    scope.waits[wanted].add((member, number))
-            self._drop_if_empty(name, scope)
-        if value is None and over:
-            self._send(member, _over(frame.number, name), None)
-        elif value is not None and frame.number:
-            self._send(member, Frame(Kind.VALUE, frame.number, "", value), None)
-
-    def forget_session(self, session: str) -> None:
-        """Drop the scopes of `session` and of its links, and send `OVER` to the members that wait in them."""
-        with self._lock:
-            self._ended[session] = None
-            if len(self._ended) > _ENDED_SESSIONS:
-                del self._ended[next(iter(self._ended))]
-            over = {name: self._scopes.pop(name) for name in list(self._scopes) if self._is_over(name)}
-        for name, scope in over.items():
-            for member, number in chain.from_iterable(scope.waits.values()):
-                self._send(member, _over(number, name), None)
-
-    def forget_member(self, member: Member) -> None:
-        """Drop all requests of a member that is gone."""
-        with self._lock:
-            for name, scope in list(self._scopes.items()):
-                for wanted, waiting in list(scope.waits.items()):
-                    waiting -= {wait for wait in waiting if wait[0] is member}
-                    if not waiting:
-                        del scope.waits[wanted]
-                self._drop_if_empty(name, scope)
-
-    def _is_over(self, scope: str) -> bool:
-        session = scope.split("/")[1] if "/" in scope else ""
-        return session in self._ended or session.rpartition("-")[0] in self._ended
-
-    def _drop_if_empty(self, name: str, scope: _Scope) -> None:
-        if not scope.values and not scope.waits:
-            del self._scopes[name]
-
-
-def _over(number: int, scope: str) -> Frame:
-    """The reply to a request in a scope whose session is over."""
-    return Frame(Kind.OVER, number, "", f"the session of mailbox {scope} is over.".encode())
-
+from .mailboxes import Mailboxes, Member
 
 _log = logging.getLogger(__name__)
+_READ_BYTES = 256 << 10
+"""Most bytes read at once, so that no connection keeps the loop from the others for long."""
+_MOST_BUFFERS = 64
+"""Most buffers handed to the kernel at once, far below its limit of 1024 (IOV_MAX)."""
+CLOSED_BY_PEER = "it was closed at the other end"
+"""The reason for which a connection ends that has not failed."""
 _MOST_PENDING = 8192
 """How many connections may be in their handshake; a thousand members may connect at once."""
 
 
-class TorchStore:
-    """A torch TCPStore that is opened when the first process group requests it."""
+class ControlConnection(Connection):
+    """A non-blocking connection. Every method may be called from any thread.
 
-    def __init__(self, host: str) -> None:
-        self._host = host
-        self._lock = threading.Lock()
-        self._opened: tuple[dist.TCPStore, int] | None = None
+    Args:
+        sock: The connected socket, which this object owns.
+        keys: See `Keys`.
+        on_frame: Called on the loop's thread with every received frame; if it raises, the connection ends.
+        on_end: Called on the loop's thread once, with the reason, when the connection has ended.
+    """
 
-    def port(self) -> int:
-        """The port on which the store listens. Opens the store if necessary, which may take seconds."""
-        with self._lock:
-            if self._opened is None:
-                self._opened = host_store(self._host)
-            return self._opened[1]
+    most_bytes = 1 << 30
+    """Limit for the length of a frame, which bounds the memory that a peer can make this process use. The placement of a
+    model with a million tensors has about a tenth of that."""
 
-    def forget(self, session: str) -> None:
-        """Delete the keys of the process groups of `session`."""
-        with self._lock:
-            if self._opened is not None:
-                store, _ = self._opened
-                # torch 2.9 cannot list them: there they stay until the run ends.
-                for key in store.list_keys() if hasattr(store, "list_keys") else ():
-                    if session in key.split("/"):
-                        store.delete_key(key)
+    def __init__(
+        self, sock: socket.socket, keys: Keys, on_frame: Callable[[Frame], None], on_end: Callable[[str], None]
+    ) -> None:
+        super().__init__(sock, keys, "")
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._incoming = bytearray()
+        self._outgoing: deque[memoryview] = deque()
+        """Bytes that did not fit into the socket's buffer yet."""
+        self._turn = threading.Lock()
+        """Held while a frame is sent, so that frames do not interleave."""
+        self._closing = self._ended = False
+
+    def start(self) -> None:
+        """Begin to read."""
+        with self._turn:
+            watch(self.socket, self._handle)
+            if self._outgoing:
+                watch_writable(self.socket, True)
+
+    def send(self, frame: Frame, digest: bytes | None = None) -> None:
+        """Send a frame, or queue it until the socket has room. Does nothing after the connection's end. Never waits.
+
+        `digest` is the digest of the payload, if it is known. Raises `ProtocolError` for a frame that is too long.
+        """
+        digest = digest or payload_digest(frame.payload)
+        with self._turn:
+            if self._closing or self._ended:
+                return
+            buffers = [memoryview(self._signed(frame, digest)), memoryview(frame.payload)]
+            if self._outgoing:
+                self._outgoing += buffers
+                return
+            self._write(buffers)
+            if self._outgoing:
+                watch_writable(self.socket, True)
+
+    def abandon(self) -> None:
+        """End the connection now. Takes no lock, since the garbage collector may call it anywhere."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # the loop notices, and closes the socket
+
+    def close(self) -> None:
+        """End the connection once everything is sent. Idempotent, never waits."""
+        with self._turn:
+            self._closing = True
+            if not self._outgoing:
+                self.abandon()
+
+    def _handle(self, events: int) -> None:
+        """[loop's thread] Handle events of the socket: send, or read, which also notices that the other end is gone."""
+        if events & select.EPOLLOUT:
+            with self._turn:
+                waiting, self._outgoing = list(self._outgoing), deque()
+                self._write(waiting)
+                if not self._outgoing:
+                    watch_writable(self.socket, False)
+                    if self._closing:
+                        self.abandon()
+        if events & ~select.EPOLLOUT:
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            chunk = self.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(os.strerror(error.errno) if error.errno else str(error))
+            return
+        if not chunk:
+            self._end(CLOSED_BY_PEER)
+            return
+        try:
+            for frame in self._frames(chunk):
+                self._on_frame(frame)
+        except Exception as error:  # noqa: BLE001 - whatever a member has sent, the other connections go on
+            self._end(as_weightlane_error(error, self.part).message)
+
+    def _frames(self, chunk: bytes) -> Iterator[Frame]:
+        """Yield the frames that `chunk` completes. Raises `ProtocolError` for bytes that are not a signed frame."""
+        incoming = self._incoming
+        incoming += chunk
+        offset = 0
+        while len(incoming) - offset >= LENGTH.size:
+            start = offset + LENGTH.size
+            end = start + self._length(incoming, offset)
+            if len(incoming) < end:
+                break
+            offset = end
+            yield self._verified(bytes(memoryview(incoming)[start:end]))
+        del incoming[:offset]
+
+    def _write(self, buffers: list[memoryview]) -> None:
+        """Send as many bytes as the socket has room for, and queue the rest."""
+        try:
+            sent = self.socket.sendmsg(buffers[:_MOST_BUFFERS])
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # the loop notices the end, and its reason
+        for buffer in buffers:
+            if sent < buffer.nbytes:
+                self._outgoing.append(buffer[sent:])
+            sent = max(0, sent - buffer.nbytes)
+
+    def _end(self, reason: str) -> None:
+        with self._turn:
+            if self._ended:
+                return
+            self._ended = True
+            self._outgoing.clear()
+            unwatch(self.socket)
+            self.socket.close()
+        self._on_end(reason)
 
 
 class ControlHub:
@@ -230,7 +192,6 @@ class ControlHub:
         self.traffic = [0, 0]
         """Approximate number of messages and of bytes that the hub has received and sent."""
         self.mailboxes = Mailboxes(self._send)
-        self.torch_store = TorchStore(host)
         sock = listen_tcp(host, port)
         self.port: int = sock.getsockname()[1]
         self._listener = Listener(sock, {"host": host, "port": self.port})
@@ -258,8 +219,6 @@ class ControlHub:
                 self.post([frame.name], frame.payload)
             case Kind.LISTEN:
                 self._listen(member, frame.name)
-            case Kind.STORE:
-                start_thread("weightlane-torch-store", self._send_store_port, member, frame.number)
             case Kind.PUT | Kind.DELETE:
                 self.mailboxes.change(frame)
             case Kind.GET | Kind.GATHER | Kind.CANCEL:
@@ -289,10 +248,9 @@ class ControlHub:
             return [inbox for inbox in inboxes if inbox in self._readers]
 
     def forget_session(self, session: str) -> None:
-        """Drop all values of `session` in mailboxes and in the torch store."""
+        """Drop all values of `session` in mailboxes."""
         if session:
             self.mailboxes.forget_session(session)
-            self.torch_store.forget(session)
 
     def _listen(self, member: Member, inbox: str) -> None:
         with self._lock:
@@ -333,18 +291,6 @@ class ControlHub:
             connections = list(self._connections)
         for connection in connections:
             connection.close()
-
-    def _send_store_port(self, member: Member, number: int) -> None:
-        """[own thread] Send a member the port of the torch store.
-
-        Opening the store may take a while: torch looks up host names and connects to itself.
-        """
-        try:
-            answer = Frame(Kind.VALUE, number, "", str(self.torch_store.port()).encode())
-        except Exception as error:  # noqa: BLE001 - the member that asked must learn it
-            reason = as_weightlane_error(error, "torch store").message
-            answer = Frame(Kind.OVER, number, "", f"the coordinator could not open a torch store: {reason}".encode())
-        self._send(member, answer)
 
     def _send(self, member: Member, frame: Frame, digest: bytes | None = None) -> None:
         self._count(frame)

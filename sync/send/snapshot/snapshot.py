@@ -13,7 +13,7 @@ import torch
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpus
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ...version.tensor_spec import LocalShard, raw_bytes

@@ -22,13 +22,12 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
 from weightlane.ckpt_engines.channels import io_loop
-from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome, welcomed
 from weightlane.ckpt_engines.channels.channel import Channel
-from weightlane.ckpt_engines.channels.dialer import dial
 from weightlane.ckpt_engines.channels.handshake import Hello
+from weightlane.ckpt_engines.channels.joining import accept_receivers, dial, welcome, welcomed
 from weightlane.ckpt_engines.channels.listener import Listener, listen_tcp
 from weightlane.ckpt_engines.channels.socket_factory import host_identity
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION = "session-1"

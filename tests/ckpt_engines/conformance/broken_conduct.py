@@ -43,7 +43,7 @@ from weightlane.ckpt_engines import (
     Topology,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
-from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink
+from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 
 # --- time ------------------------------------------------------------------------------------------------------------
 
@@ -227,14 +227,14 @@ def RaisesOnTheSecondClose(half: Half, close: Call) -> None:
 # --- strangers -------------------------------------------------------------------------------------------------------
 
 
-def connecting_with(changed: Callable[[Topology], Topology]) -> tuple[type[SenderLink], type[ReceiverLink]]:
+def connecting_with(changed: Callable[[Topology], Topology]) -> dict[type, type]:
     """Links whose session is another than the one they were told of."""
 
     def connect(self: Any, topology: Topology, deadline: Deadline) -> None:
         super(type(self), self).connect(changed(topology), deadline)
 
     calls = {"connect": connect}
-    return type("OtherSender", (SenderLink,), calls), type("OtherReceiver", (ReceiverLink,), calls)
+    return {link: type(f"Other{link.__name__}", (link,), calls) for link in (SenderLink, ReceiverLink)}
 
 
 class LetsAnybodyIn(Healthy):

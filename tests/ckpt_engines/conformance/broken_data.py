@@ -38,7 +38,7 @@ from weightlane.ckpt_engines import (
     WeightSender,
 )
 from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentConfig
-from weightlane.ckpt_engines.links.sides import SenderLink
+from weightlane.ckpt_engines.links import SenderLink
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
 

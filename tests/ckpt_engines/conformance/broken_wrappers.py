@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import Bucket, Deadline, StoringSender, ViewableSen
 from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
 from weightlane.ckpt_engines.engines.shared_memory.shm import ShmEngine
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
-from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink
+from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 
 FOREVER_S = 3600.0
 SHARED_MEMORY_PREFIX = "broken-engine-"
@@ -123,7 +123,9 @@ def broken_link(*calls: str) -> Callable[[Callable[..., Any]], type]:
         for call in calls:
             side, _, name = call.partition(".")
             links[side] = _doing(does, name, links[side])
-        return type(does.__name__, (Healthy,), {"link_types": tuple(links.values())})
+        return type(
+            does.__name__, (Healthy,), {"link_types": {SenderLink: links["sender"], ReceiverLink: links["receiver"]}}
+        )
 
     return engine
 

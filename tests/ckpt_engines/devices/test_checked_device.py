@@ -39,9 +39,9 @@ from weightlane.ckpt_engines import (
     Topology,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
+from weightlane.ckpt_engines.engines.shared_memory import cuda_ipc as _cuda_ipc
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
-from weightlane.ckpt_engines.links.sides import ReceiverLink, SenderLink, make_receiver_link, make_sender_link
+from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
@@ -62,7 +62,7 @@ def devices_of(engine: str, queues: int = 8) -> Iterator[World]:
     patch = pytest.MonkeyPatch()
 
     patch.setattr(_device_group, "open_process_group", opens_groups(world))
-    patch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(world))
+    patch.setattr(_cuda_ipc, "cuda_driver", lambda: Driver(world))
     try:
         with installed(world, KINDS[engine]):
             yield world
@@ -97,7 +97,7 @@ class Trainer:
 
     def __init__(self, world: World, engine: CheckpointEngine, kind: str, name: str, device: int) -> None:
         self.name, self.world, self.device = name, world, torch.device(kind, device)
-        self.link: SenderLink = make_sender_link(engine, name, self.device)
+        self.link: SenderLink = SenderLink.of(engine, name, self.device)
         self.runtime = runtime_of(self.device)
         self.stream: Stream = self.runtime.stream_for(self)
         self.allocate = engine.allocate
@@ -132,7 +132,7 @@ class Rollout:
 
     def __init__(self, world: World, engine: CheckpointEngine, kind: str, name: str, device: int) -> None:
         self.name, self.world, self.device = name, world, torch.device(kind, device)
-        self.link: ReceiverLink = make_receiver_link(engine, name, self.device)
+        self.link: ReceiverLink = ReceiverLink.of(engine, name, self.device)
         self.runtime = runtime_of(self.device)
         self.stream: Stream = self.runtime.stream_for(self)
 

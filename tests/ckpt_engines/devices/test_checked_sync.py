@@ -20,7 +20,7 @@ from checked_device.world import World
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, WeightlaneError
-from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
+from weightlane.ckpt_engines.engines.shared_memory import cuda_ipc as _cuda_ipc
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
 from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclEngine
 from weightlane.ckpt_engines.runtime.devices import CudaRuntime, DeviceRuntime, runtime_of
@@ -68,7 +68,7 @@ def world(registered: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[World
     made = World(devices=6)
     monkeypatch.setattr(_device_group, "open_process_group", opens_groups(made))
     monkeypatch.setattr(NcclEngine, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(made))
+    monkeypatch.setattr(_cuda_ipc, "cuda_driver", lambda: Driver(made))
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
     with installed(made, "cuda"):
         yield made

@@ -32,7 +32,6 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.faulty.faults import NO_BUCKET, FaultKind, FaultRecord
 from weightlane.ckpt_engines.faulty.faulty_links import FaultyReceiverLink, FaultySenderLink
-from weightlane.ckpt_engines.links.sides import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 SIZE = 4096
@@ -267,7 +266,7 @@ def test_an_engine_runs_out_of_memory_as_often_as_it_is_told_to(log: str) -> Non
 
 def test_a_stores_calls_for_a_version_are_passed_on_and_a_postponed_bucket_keeps_its_bytes(tmp_path: Path) -> None:
     options = {"inner": {"path": str(tmp_path)}, **always(FaultKind.REORDER)}
-    sender = make_sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), "s", HOST)
+    sender = SenderLink.of(CheckpointEngineRegistry().create("faulty:filesystem", options), "s", HOST)
     sender.connect(Topology("session", {"s": sender.address()}, {}), soon())
     sender.open_version(VersionFiles(7, [b""] * 3, {"about.json": "[7]"}), soon())
     reused = torch.zeros(2, dtype=torch.uint8)
@@ -285,7 +284,7 @@ def send_much(path: Path, half: str = "s", **options: Any) -> list[FaultRecord]:
     """Faults of 20 versions of 5 buckets, of which one is empty; a store needs no receiver."""
     log = path / f"log-{len(list(path.iterdir()))}"
     options = {"delay_s": 0, "log": str(log), "inner": {"path": str(path / "store")}, **options}
-    sender = make_sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), half, HOST)
+    sender = SenderLink.of(CheckpointEngineRegistry().create("faulty:filesystem", options), half, HOST)
     sender.connect(Topology("session", {half: sender.address()}, {}), soon())
     for version, index in itertools.product(range(20), range(5)):
         send(sender, Bucket(version, index, torch.zeros(0 if index == 1 else 4, dtype=torch.uint8)), [])

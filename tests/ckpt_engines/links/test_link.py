@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import (
     toolkit,
 )
 from weightlane.ckpt_engines.channels.channel import Channel
-from weightlane.ckpt_engines.links.sides import make_receiver_link, make_sender_link
+from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -90,7 +90,7 @@ def test_a_peer_that_is_gone_ends_a_call_whose_half_notices_nothing_and_the_erro
 def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightlane.ckpt_engines.links.link.LOSS_WAIT_S", HANG_S)
+    monkeypatch.setattr("weightlane.ckpt_engines.links.LOSS_WAIT_S", HANG_S)
     session = sessions()
     sender_of(session).entered.clear()  # it was set by the call that connected
     sender_of(session).fails = TransportError("NCCL error 6.", part="still half")
@@ -195,9 +195,9 @@ def test_no_descriptor_port_or_thread_is_left_of_halves_that_never_met() -> None
 def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
     before = descriptors()
     engine = CheckpointEngineRegistry().create("gloo", {"interface": "nosuch0"})
-    for make in (make_sender_link, make_receiver_link):
+    for kind in (SenderLink, ReceiverLink):
         with pytest.raises(WeightlaneError, match="nosuch0"):
-            make(engine, "s", HOST)
+            kind.of(engine, "s", HOST)
     wait_until_closed(before)
 
 
@@ -262,7 +262,7 @@ def test_a_header_that_the_sender_has_not_made_or_that_is_none_is_refused() -> N
 def test_an_address_that_is_not_a_links_is_refused(sessions: Sessions) -> None:
     session = sessions("a", connect=False)
     for address in ({}, {"sockets": 5, "engine": {}}, {"sockets": {"host": "127.0.0.1"}, "engine": {}}):
-        link = make_receiver_link(still_engine(), "a", HOST)
+        link = ReceiverLink.of(still_engine(), "a", HOST)
         with pytest.raises(ProtocolError, match=r"not (the|an) address"):
             link.connect(Topology(SESSION, {"s": address}, session.topology.receivers, KEY), soon())
         link.close()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightlane.ckpt_engines.runtime.host_copies import copy_bytes, narrow_offsets, put_elements
+from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes, narrow_offsets, put_elements
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])

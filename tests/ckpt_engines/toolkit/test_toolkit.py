@@ -23,7 +23,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     toolkit,
 )
-from weightlane.ckpt_engines.links.sides import make_sender_link
+from weightlane.ckpt_engines.links import SenderLink
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 
@@ -142,7 +142,7 @@ def test_the_type_of_the_options_stands_in_the_brackets_and_errors_call_an_engin
     assert [engine.config_type for engine in (Lanes, MoreLanes, Plain)] == [LaneConfig, LaneConfig, EngineConfig]
     registered = CheckpointEngineRegistry().create("template")
     for engine, called in ((registered, "template"), (MoreLanes(LaneConfig(lanes=3)), "morelanes")):
-        link = make_sender_link(engine, "s", HOST)
+        link = SenderLink.of(engine, "s", HOST)
         assert link.part == link.half._life.part == f"{called} sender s"  # type: ignore[attr-defined]
         link.close()
 

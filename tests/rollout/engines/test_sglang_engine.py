@@ -255,17 +255,22 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
 def test_a_server_ends_with_a_killed_owner_and_leaves_no_shared_memory(tmp_path: Path) -> None:
     """SGLang maps a file that it never removes, and unlinks nothing when it is killed."""
     pid, segment = tmp_path / "pid", Path(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}")
-    supervisor = ["-m", "weightlane.rollout.engines.sglang.supervisor"]
-    owner = "import os, subprocess as s, sys; s.Popen([sys.executable, *sys.argv[1:3], str(os.getpid()), *sys.argv[3:]]).wait()"
+    owner = (
+        "import subprocess, sys; from weightlane.rollout.contract.cleaner import Cleaner\n"
+        "server = subprocess.Popen(sys.argv[1:], start_new_session=True); cleaner = Cleaner()\n"
+        "cleaner.watch(server.pid)\n"
+        "print('watched', flush=True); server.wait()"
+    )
     code = (
         "import mmap, os, time; from pathlib import Path\n"
         f"file = open('{segment}', 'wb+'); file.truncate(4096); mapped = mmap.mmap(file.fileno(), 4096)\n"
         f"Path('{pid}.new').write_text(str(os.getpid())); Path('{pid}.new').rename('{pid}'); time.sleep(10000)"
     )
     server = [sys.executable, "-c", code]
-    process = subprocess.Popen([sys.executable, "-c", owner, *supervisor, *server])
-    wait_until(pid.exists, "server")
-    process.kill()
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", owner, *server], stdout=subprocess.PIPE) as process:
+        wait_until(pid.exists, "server")
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"watched\n"
+        process.kill()
     wait_until(lambda: not Path("/proc", pid.read_text()).exists(), "end of the server")
     wait_until(lambda: not segment.exists(), "removal of its shared memory")

@@ -40,6 +40,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
+from weightlane.rollout.layout.map.coverage import Reads
 from weightlane.rollout.layout.map.layout_map import SourceSpec
 from weightlane.rollout.layout.offline.layout_report import make_report
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
@@ -232,7 +233,7 @@ def rehearsed_badly(path: str) -> str | None:
     with as_rank(config, 0), mock.patch.object(rehearsal_module, "VersionWriter", Sloppy):
         model = loaded(config)
         layout = trace_loading(model, specs)
-        method = choose_write_method(model, layout, [layout])
+        method = choose_write_method(model, layout, [Reads.of(layout)])
         alone = RankGroup(None)
         rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone)
         return rehearsal.first_mismatch(method, None)
@@ -285,7 +286,7 @@ def later_versions(path: str) -> dict[str, Any]:
         ways = [committed(loader, first, alone)]
         ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
         with suppress(WeightlaneError):
-            loader.learn_for(dict(list(first.items())[:-1]), alone)
+            loader.learn(dict(list(first.items())[:-1]), alone)
     return {"ways": ways, "may_move": may_move}
 
 

@@ -23,7 +23,7 @@ from weightlane.rollout.layout.version_loader import VersionLoader
 from weightlane.rollout.layout.write_method import full_reload
 from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.plan.session_plan import Supply
-from weightlane.sync.version.sliced_tensors import Slicing
+from weightlane.sync.version.sliced_tensors import Slicing, without_data
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
     """Put a version into the loader's model as a worker does; the way it went."""
-    loader.learn_for(tensors, group)
+    loader.learn(without_data(tensors), group, sliced=isinstance(tensors, SlicedTensors))
     loader.write(tensors)
     assert loader.method is not None
     return loader.method.kind

@@ -34,6 +34,7 @@ from weightlane.rollout.commit.live_weights import LiveWeights
 from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
+from weightlane.rollout.contract.cleaner import Cleaner
 from weightlane.rollout.contract.named_segments import mapped_segments, segments_of_trees
 from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.contract.requests import GenerationRequest, Sampling
@@ -44,7 +45,6 @@ from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
 from weightlane.rollout.vllm.environment import engine_arguments
 from weightlane.rollout.vllm.generation import Generated
-from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner
 
 
 def test_a_typed_error_survives_being_quoted_in_another_errors_text_and_other_text_promises_nothing() -> None:
@@ -103,7 +103,8 @@ def test_the_cleaner_removes_the_segments_of_its_engine_and_waits_until_then(set
         return made
 
     before = segment()
-    cleaner = SharedMemoryCleaner()
+    cleaner = Cleaner()
+    cleaner.watch()
     segments = {"before": before, "its": segment(), "other": segment()}
     paths = {name: Path("/dev/shm") / made.name for name, made in segments.items()}
     try:
@@ -142,8 +143,8 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
     )
     starts = (
         "import subprocess, sys\n"
-        "from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner\n"
-        "cleaner = SharedMemoryCleaner()\n"
+        "from weightlane.rollout.contract.cleaner import Cleaner\n"
+        "cleaner = Cleaner(); cleaner.watch()\n"
         f"subprocess.run([sys.executable, '-c', {made_below!r}])"
     )
     marker = uuid.uuid4().hex
@@ -159,7 +160,7 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
         assert replica.stdout is not None
         paths += [Path("/dev/shm") / name for name in replica.stdout.readline().split()]
         assert [path.exists() for path in paths] == [True, True]
-        (cleaner,) = (each for each in _marked(marker) if each.cmdline()[-1].endswith(".vllm.shared_memory"))
+        (cleaner,) = (each for each in _marked(marker) if each.cmdline()[-1].endswith(".contract.cleaner"))
         # It sleeps between two looks, so after three sleeps it has looked once from beginning to end.
         slept = cleaner.num_ctx_switches().voluntary
         wait_until(lambda: cleaner.num_ctx_switches().voluntary >= slept + 3, "the cleaner has looked")
@@ -329,7 +330,7 @@ def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str
 
     mode = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)))
     loader = VersionLoader(RankModel(model, mode, torch.device("cpu"), "rollout rank 0"))
-    loader.write, loader.learn_for = write, lambda *_: None  # type: ignore[method-assign]
+    loader.write, loader.learn = write, lambda *_, **__: None  # type: ignore[method-assign]
     subscriber = SimpleNamespace(
         take=lambda version: {"weight": torch.full((2, 2), float(version))},
         take_previous=lambda version: (version - 1, {"weight": torch.full((2, 2), version - 1.0)}),

@@ -31,7 +31,7 @@ from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
 from weightlane.trainer.dispatch.role_spec import RoleSpec
-from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import Export, Publish, SftStep
 from weightlane.trainer.runner.runner import Runner
@@ -179,7 +179,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
 
 @pytest.mark.exhaustive
 def test_a_worker_publishes_to_a_server_what_it_exports(server: StockServer, tmp_path: Path) -> None:
-    jobs = JobFiles(tmp_path / "jobs")
+    jobs = JobQueue(tmp_path / "jobs")
     batch = TokenBatch((TokenSequence.of_completion([5, 6], [7, 9]),))
     names = [jobs.submit(job) for job in (SftStep(batch), Publish(9), Export(tmp_path / "model", "float32"))]
 

@@ -169,9 +169,9 @@ class ProbeExtension:
         with set_current_vllm_config(config):
             load_version(model, config.model_config, load_file(f"{path}/model.safetensors").items(), part="probe")
 
-    def probe_layout(self) -> dict[str, Any]:
+    def probe_layout(self) -> str:
         """Where this rank's loading puts what."""
-        return self._plan().layout.to_plain()
+        return str(self._plan().layout)
 
     def _plan(self) -> Any:
         plan = self.weight_transfer_engine._rank.updatable.loader.plan  # type: ignore[attr-defined]

@@ -88,14 +88,15 @@ class RemoteMembers:
         address = RendezvousAddress.from_plain(plain)
         idle, self._busy = Rendezvous.join(address), Rendezvous.join(address)
         subscriber = Subscriber("r/0", address, "shm", {}, Expectation({}))
-        inbox, never = idle.inbox("r"), Deadline.after(NEVER_S)
+        never = Deadline.after(NEVER_S)
+        idle.listen("r")
         self._busy.mailbox("s").put("answered", 1)
         self._busy.mailbox("s").get("answered", never)
         self._waits = [
             raised_by(wait)
             for wait in (
                 lambda: subscriber.wait(1, NEVER_S),
-                inbox.get,
+                idle.receive,
                 lambda: idle.mailbox("s").get("key", never),
                 lambda: self._busy.mailbox("s").get("key", never),
             )

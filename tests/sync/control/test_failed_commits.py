@@ -15,7 +15,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import QuarantinedError, StorageError, SyncAbortedError, UntouchedError, WeightlaneError
 from weightlane.sync import ReplicaState
-from weightlane.sync.control.coordinator.roster import Roster
+from weightlane.sync.control.coordinator.replicas import Roster
 
 
 def test_a_replica_that_cannot_begin_a_commit_serves_on_and_one_that_cannot_prove_its_state_is_quarantined(

@@ -75,7 +75,7 @@ def test_one_that_joins_late_gets_the_current_version_unless_it_refuses_and_the_
 @pytest.mark.parametrize(
     ("who", "part", "step"),
     [
-        pytest.param("trainer-0", "_session._replies", "collect", id="trainer, while trainers answer"),
+        pytest.param("trainer-0", "_queue", "collect", id="trainer, while trainers answer"),
         pytest.param("trainer-0", "_session", "_await_hellos", id="trainer, while replicas answer"),
         pytest.param("rollout-1/0", "_session", "_connect", id="replica, while all connect"),
         pytest.param("trainer-0", "_session", "_offer", id="trainer, while a version is offered"),
@@ -129,14 +129,14 @@ def test_whoever_is_started_anew_while_a_session_begins_or_a_version_is_offered_
 def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_start_over(
     rendezvous: Rendezvous, tmp_path: Path
 ) -> None:
-    inbox = rendezvous.inbox(COORDINATOR)  # the test is in the coordinator's place
+    rendezvous.listen(COORDINATOR)  # the test is in the coordinator's place
     subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, Expectation({}))
-    joined = inbox.get(soon())
+    joined = rendezvous.receive(soon())
     assert isinstance(joined, Joined)
     connecting: list[threading.Thread | None] = [None]
     for session in ("first", "second"):
         rendezvous.post(joined.inbox, Reset(session=session))
-        hello = inbox.get(soon())
+        hello = rendezvous.receive(soon())
         assert isinstance(hello, Hello)
         assert hello.session == session
         sides = {"publishers": ["t-0"], "needs": {"r/0": ""}}

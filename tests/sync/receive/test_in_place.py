@@ -14,7 +14,7 @@ from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import DeadlineExceededError, StagingMemoryError, UntouchedError
 from weightlane.sync import CommitReport, ReplicaState
-from weightlane.sync.control.coordinator.attempts import Commits
+from weightlane.sync.control.coordinator.version_sync import VersionSync
 
 IN_PLACE = {"commit": "in_place"}
 AT_ONCE = {"retries": 0}
@@ -100,13 +100,13 @@ def test_a_replica_that_does_not_pause_serves_on_and_nobody_waits_longer_than_th
 
     run.publish_next(3)
     with run.deadlines_pass() as clock, pytest.MonkeyPatch.context() as patch:
-        begin = Commits.begin_in_place
+        begin = VersionSync._begin_in_place
 
         def begin_too_late(*arguments: Any) -> None:
             clock.advance(HANG_S)
             begin(*arguments)
 
-        patch.setattr(Commits, "begin_in_place", begin_too_late)
+        patch.setattr(VersionSync, "_begin_in_place", begin_too_late)
         patch.setattr(run.replicas[0], "commit", hangs)
         aborted = run.aborts(3)
     assert begun.is_set()

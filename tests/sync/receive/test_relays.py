@@ -32,8 +32,8 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Manifest, Outcome, ReplicaState, SyncConfig, TensorSpec
-from weightlane.sync.control.coordinator.replies import blame
-from weightlane.sync.control.coordinator.roster import Roster
+from weightlane.sync.control.coordinator.blame import blame
+from weightlane.sync.control.coordinator.replicas import Roster
 from weightlane.sync.control.messages import Failed
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.receive.version_receiver import StageRequest, VersionReceiver

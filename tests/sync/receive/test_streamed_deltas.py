@@ -95,7 +95,8 @@ class Rollout:
 
     def __init__(self, rendezvous: Rendezvous, subscriber: Subscriber, *, scatters: bool) -> None:
         self.subscriber = subscriber
-        self.inbox = rendezvous.inbox(COORDINATOR)
+        self.rendezvous = rendezvous
+        rendezvous.listen(COORDINATOR)
         self.seen: queue.SimpleQueue[str] = queue.SimpleQueue()
         stage(subscriber._staging, BASE, 1.0)
         subscriber._staging.note_staged(BASE)
@@ -117,7 +118,8 @@ class Rollout:
         self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_offer(), **times))
 
     def hears(self, kind: type[Message]) -> Any:
-        while not isinstance(message := self.inbox.get(Deadline.after(HANG_S)), kind):
+        while not isinstance(message := self.rendezvous.receive(Deadline.after(HANG_S)), kind):
+            assert message is not None
             assert not isinstance(message, Failed | Staged), message
         return message
 

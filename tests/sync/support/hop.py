@@ -22,8 +22,8 @@ from slices import values as values_of
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
-from weightlane.ckpt_engines.links.bounded_calls import start_call
-from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum
+from weightlane.ckpt_engines.runtime.tensor_bytes import mixed_sum
+from weightlane.ckpt_engines.runtime.threads import start_call
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import (
     CommitMode,

@@ -168,7 +168,7 @@ class Run:
     def deadlines_pass(self, when: Callable[[list[str]], bool] = lambda _: False) -> Iterator[MovableClock]:
         """The coordinator's clock stands still, but the deadline of each wait passes `when` the names waited for are such."""
         clock, queue = MovableClock(), self.coordinator._queue
-        wait = queue.next
+        wait = queue._next
 
         def wait_or_pass(deadline: Deadline, names: Collection[str], what: str) -> Message:
             if when(sorted(names)):
@@ -177,7 +177,7 @@ class Run:
 
         deadlines = SimpleNamespace(after=lambda seconds: Deadline.after(seconds, clock))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(queue, "next", wait_or_pass)
+            patch.setattr(queue, "_next", wait_or_pass)
             patch.setattr("weightlane.sync.control.coordinator.coordinator.Deadline", deadlines)
             yield clock
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceededError, ProtocolError
-from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum, xxh3
+from weightlane.ckpt_engines.runtime.tensor_bytes import mixed_sum, xxh3
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.version.bucket_checksums import StoredChecksums, checksum_of, checksum_of_bucket, verify
 

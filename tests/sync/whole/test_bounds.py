@@ -18,7 +18,6 @@ from waiting import HANG_S, NEVER_S, wait_until
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError
 from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentEngine
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
-from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
 from weightlane.sync import Manifest, Rendezvous
@@ -31,9 +30,9 @@ from weightlane.sync.version.tensor_spec import TensorSpec
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.version_receiver", "sync.send.pipeline"):
+    for module in ("ckpt_engines.waits", "sync.receive.version_receiver", "sync.send.pipeline"):
         monkeypatch.setattr(f"weightlane.{module}.GRACE_S", 0.05)
-    monkeypatch.setattr(bounded_calls, "_QUICK_S", 0.05)
+    monkeypatch.setattr("weightlane.sync.control.engine_links._QUICK_S", 0.05)
 
 
 class Link(SimpleNamespace):

@@ -38,9 +38,10 @@ from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.sequences import ROUTED_EXPERTS, MicroBatch, TokenSequence
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
-from weightlane.trainer.engines.fsdp2.loading import decoder_layers, whole_model
+from weightlane.trainer.engines.fsdp2.loading import decoder_layers
 from weightlane.trainer.engines.fsdp2.router_replay import RouterReplay
 from weightlane.trainer.engines.head import PassQuery
+from weightlane.trainer.engines.hf.checkpoint import whole_model
 from weightlane.trainer.engines.hf.heads import HeadQuery, replace_head
 from weightlane.trainer.engines.hf.layout import Layout
 from weightlane.trainer.engines.hf.packed_attention import pack_attention

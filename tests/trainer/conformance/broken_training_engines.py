@@ -141,9 +141,13 @@ class AddsDecayToTheGradient(TemplateTrainingEngine):
     """Adam with L2 regularisation in the place of AdamW."""
 
     def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
-        for group in self._optimizer.param_groups:
-            group["decoupled_weight_decay"] = False
-        return super().optim_step(before_change)
+        def decay(names: Collection[str]) -> None:
+            before_change(names)
+            for each in self._trained.values():
+                each.grad += self.config.weight_decay * each.detach()
+
+        settings = toolkit.AdamParams.of(self.config, self._step)
+        return super().optim_step(decay, params=replace(settings, weight_decay=0.0))
 
 
 @caught_by("the_fence_is_told_of_each_tensor_once_before_it_changes", "no change before the fence")

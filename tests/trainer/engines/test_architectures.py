@@ -21,20 +21,13 @@ from zoo_models import ZOO
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
-from weightlane.trainer.engines.fsdp2.loading import (
-    can_read_slices,
-    materialise,
-    model_without_weights,
-    read_slices,
-    weights_reader,
-    whole_model,
-)
-from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
+from weightlane.trainer.engines.fsdp2.loading import materialise
+from weightlane.trainer.engines.fsdp2.shards import trained_slices
 from weightlane.trainer.engines.head import PassQuery
+from weightlane.trainer.engines.hf import checkpoint
 from weightlane.trainer.engines.hf.context_split import check_context
 from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
 from weightlane.trainer.engines.hf.layout import Layout
-from weightlane.trainer.engines.hf.names import checkpoint_runs
 from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
 
 PROMISED = {
@@ -67,18 +60,24 @@ def test_weights_log_probabilities_and_values_are_those_of_transformers(kind: Ki
     check_critic(path)
 
 
+def fill(model: torch.nn.Module, path: Path, head: str) -> None:
+    """Nothing in the files has to be converted."""
+    runs = checkpoint.checkpoint_runs(model, checkpoint.checkpoint_tensors(model))
+    shapes = {run.name: run.shape for run in runs}
+    assert checkpoint.stored_weights(model, path, head, shapes) is not None
+    materialise(model, torch.device("cpu"))
+    checkpoint.weights_reader(path, head, shapes)(trained_slices(runs, checkpoint.checkpoint_tensors(model), {}))
+
+
 def check_policy(kind: Kind, path: Path) -> None:
     """Weights are those of an ordinary load, and log-probabilities those of whole logits."""
     ordinary = getattr(transformers, kind.model or f"{kind.config}ForCausalLM").from_pretrained(path).eval()
-    model = model_without_weights(path)
+    model = checkpoint.model_without_weights(path)
     packs = can_pack(model)
     shared = TrainerConfig(ranks=2, fsdp2={"context_parallel": 2})
     with nullcontext() if packs else pytest.raises(ConfigError, match="context_parallel is 2, which needs packed"):
         check_context(shared, model)
-    runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert can_read_slices(model, path, runs)
-    materialise(model, torch.device("cpu"))
-    read_slices(path, runs, checkpoint_tensors(model))
+    fill(model, path, "tokens")
     for left, right in (
         (model.named_parameters(), ordinary.named_parameters()),
         (model.named_buffers(), ordinary.named_buffers()),
@@ -196,16 +195,12 @@ def check_critic(path: Path) -> None:
     kept = json.loads((path / "config.json").read_text())["model_type"]
     if kept not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
         with pytest.raises(ConfigError, match=r"trainer\.head=value"):
-            model_without_weights(path, "value")
+            checkpoint.model_without_weights(path, "value")
         return
     ordinary = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype=torch.float32).eval()
-    model = model_without_weights(path, "value")
-    name, _ = value_head(model)
-    runs = checkpoint_runs(model, checkpoint_tensors(model))
-    assert can_read_slices(model, path, runs, name)
-    assert not can_read_slices(model, path, runs)
-    materialise(model, torch.device("cpu"))
-    read_slices(path, runs, checkpoint_tensors(model))
+    model = checkpoint.model_without_weights(path, "value")
+    fill(model, path, "value")
+    assert not any(parameter.any() for parameter in value_head(model)[1].parameters())
     for mine, theirs in zip(value_head(model)[1].parameters(), value_head(ordinary)[1].parameters(), strict=True):
         mine.data.copy_(theirs)
     rows, tokens = torch.tensor([0, 3, 6]), torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
@@ -219,7 +214,9 @@ def check_critic(path: Path) -> None:
 
 def test_attention_by_a_mask_or_a_bias_of_the_models_own_is_not_packed(tmp_path: Path) -> None:
     """It would be ignored: the log-probabilities would be wrong, and nobody told."""
-    model = model_without_weights(make(KINDS_BY_NAME["qwen3"], tmp_path / "model", seed=0, dtype=torch.float32))
+    model = checkpoint.model_without_weights(
+        make(KINDS_BY_NAME["qwen3"], tmp_path / "model", seed=0, dtype=torch.float32)
+    )
     assert can_pack(model)
     for extra in ("attention_mask", "position_bias"):
         biased = copy.deepcopy(model)
@@ -237,15 +234,11 @@ def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_tran
     weights = load_file(path / "model.safetensors")
     bare = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(bare, path / "model.safetensors", {"format": "pt"})
-    model = model_without_weights(path)
-    assert not can_read_slices(model, path, checkpoint_runs(model, checkpoint_tensors(model)))
-    loaded = dict(whole_model(path).named_parameters())
-    assert [name for name, tensor in weights.items() if not torch.equal(loaded[name], tensor)] == []
-    model = whole_model(path)
-    for parameter in model.parameters():
-        parameter.data.fill_(7.0)
-    held = checkpoint_tensors(model)
-    weights_reader(path, "tokens", checkpoint_runs(model, held), held)()
-    assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == [], (
-        "of a model in training"
-    )
+    model = checkpoint.model_without_weights(path)
+    runs = checkpoint.checkpoint_runs(model, checkpoint.checkpoint_tensors(model))
+    shapes = {run.name: run.shape for run in runs}
+    assert checkpoint.stored_weights(model, path, "tokens", shapes) is None
+    materialise(model, torch.device("cpu"))
+    held = checkpoint.checkpoint_tensors(model)
+    checkpoint.weights_reader(path, "tokens", shapes)(trained_slices(runs, held, {}))
+    assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == []

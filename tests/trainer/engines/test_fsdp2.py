@@ -24,7 +24,7 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
-from weightlane.trainer.engines.fsdp2.partwise_optimizer import PARTS
+from weightlane.trainer.engines.fsdp2.optimizers import PARTS
 
 
 def test_fused_experts_are_published_and_fenced_one_by_one(teams: Teams) -> None:

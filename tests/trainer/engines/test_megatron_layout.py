@@ -11,8 +11,7 @@ import pytest
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.engines.megatron.checkpoint import CheckpointShape, DeltaShape
-from weightlane.trainer.engines.megatron.model_facts import read_model
+from weightlane.trainer.engines.megatron.model_facts import CheckpointShape, DeltaShape, read_model
 from weightlane.trainer.engines.megatron.process.layout_check import check_layout
 
 DENSE = CheckpointShape(

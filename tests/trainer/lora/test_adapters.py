@@ -268,7 +268,7 @@ def test_steps_are_those_of_torch_bit_for_bit_by_the_settings_of_the_adapter_or_
     site, alone = LoraSite("model.layers.0.mlp.up_proj", 5, 3, (0, 5), (0, 3)), LoraGroups(None, None, None, True)
     trainer = TrainerConfig(weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=0.5, lr_warmup_steps=4)
     config = LoraConfig(rank=2, learning_rate=0.3)
-    adapter = Adapter("a", config, trainer, [site], None, torch.device("cpu"))
+    adapter = Adapter("a", config, trainer, [site], None, torch.device("cpu"), alone)
     twins = [parameter.detach().clone().requires_grad_() for parameter in adapter.parameters]
     twin, random_of = torch.optim.AdamW(twins, fused=True), torch.Generator().manual_seed(0)
     for step, size, params in (
@@ -281,7 +281,7 @@ def test_steps_are_those_of_torch_bit_for_bit_by_the_settings_of_the_adapter_or_
         for mine, other in zip(adapter.parameters, twins, strict=True):
             other.grad = torch.randn(mine.shape, generator=random_of) * size
             mine.grad = other.grad.clone()
-        norm = adapter.complete_gradients(alone)
+        norm = adapter.complete_gradients()
         adapter.change(norm, lambda: None, params)
         settings = params or AdamParams(0.3 * min(1.0, (step + 1) / 4), (0.8, 0.9), 1e-8, 0.1, max_grad_norm=0.5)
         assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(twins, settings.max_grad_norm)))

@@ -196,6 +196,8 @@ def test_a_saved_run_continues_bit_for_bit_with_all_its_adapters_and_storage_nev
             setup(lr_warmup_steps=5)
             ranks.all_fail("ConfigError", "the state has an adapter 'other'", "load", directory=tmp_path / "state")
             assert ranks.all("adapter", **other) == [("default", "other")] * len(ranks)
+        assert ranks.all("load", directory=tmp_path / "state", optimizer=False) == [0] * len(ranks)
+        assert not any(moment.any() for key, moment in state(ranks).items() if "exp_avg" in key)
         assert ranks.all("load", directory=tmp_path / "state") == [2] * len(ranks)
         found = go_on(moves=again == "a fresh one")
         assert found[0] == expected[0]

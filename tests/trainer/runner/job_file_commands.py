@@ -1,11 +1,10 @@
-"""A process that submits or takes jobs until it is killed: ``python job_file_commands.py HOW DIRECTORY``."""
+"""A process that submits or executes jobs until it is killed: ``python job_file_commands.py HOW DIRECTORY``."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -17,17 +16,14 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.trainer import AlgorithmConfig, LocalRanks, Objective, RoleSpec, TrainerConfig, WorkerDispatch
 from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
-from weightlane.trainer.runner.job_files import JobFiles
-from weightlane.trainer.runner.job_queue.contract import JobQueue
-from weightlane.trainer.runner.job_queue.job_store import JobStore
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import Forward, Publish
 from weightlane.trainer.runner.runner import Runner
 
-HANG = "hang"
 MODEL = "WEIGHTLANE_TEST_MODEL"
-STORE = "WEIGHTLANE_TEST_STORE"
-"""URL and options, as JSON, of a store in the place of the directory."""
+PLACE = "WEIGHTLANE_TEST_JOBS"
+"""Place and options, as JSON, of a queue that is not in the directory."""
 LEASE_S = 6.0
 DEADLY = "deadly"
 """A loss during which ranks are lost."""
@@ -41,48 +37,21 @@ LOSSES = {OBJECTIVE: Objective(AlgorithmConfig()), DEADLY: deadly}
 
 
 def queue_of(directory: Path) -> JobQueue:
-    """The queue that a test has chosen, which has other files in `directory` in any case."""
-    if place := os.environ.get(STORE):
+    """The queue that a test has chosen: a store, or `directory`, which has a test's other files in any case."""
+    if place := os.environ.get(PLACE):
         url, options = json.loads(place)
-        return JobStore(url, options, lease_s=LEASE_S, poll_s=0.05)
-    return JobFiles(directory)
+        return JobQueue(url, options, lease_s=LEASE_S, poll_s=0.05)
+    return JobQueue(directory)
 
 
 def submit(directory: Path) -> None:
     """Submit jobs for ever, and tell how many."""
-    files, count = JobFiles(directory), 0
+    files, count = JobQueue(directory), 0
     while True:
         files.submit(Publish(count, f"process-{os.getpid()}"))
         files.submit(Forward(make_batch(0)))
         count += 1
         print(count, flush=True)
-
-
-def take(directory: Path) -> None:
-    """Take jobs once there is a line to read, until there is none and a file called `end`.
-
-    Each is noted in a file of this process before it is executed. Every seventh version fails, and one of `HANG` never ends.
-    """
-    files = JobFiles(directory)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with (directory / f"taken-by-{os.getpid()}.txt").open("a") as notes:
-        while True:
-            taken = files.take()
-            if taken is None:
-                if (directory / "end").exists():
-                    return
-                time.sleep(0.001)
-                continue
-            notes.write(f"{taken.name}\n")
-            notes.flush()
-            assert isinstance(taken.job, Publish)
-            if taken.job.adapter == HANG:
-                signal.pause()
-            if taken.job.version % 7 == 0:
-                taken.fail(ConfigError("it is a multiple of seven.", part="test"))
-            else:
-                taken.done()
 
 
 def serve(directory: Path) -> None:
@@ -140,4 +109,4 @@ def work(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"submit": submit, "take": take, "work": work, "serve": serve}[sys.argv[1]](Path(sys.argv[2]))
+    {"submit": submit, "work": work, "serve": serve}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""`JobWorker`: jobs in files train what a runner would, whatever worker is killed, and each is executed once in effect."""
+"""`JobWorker`: queued jobs train what a runner would, whatever worker is killed, and each is executed once in effect."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.runner import job_worker
-from weightlane.trainer.runner.job_files import JobFiles
-from weightlane.trainer.runner.job_queue.job_store import JobStore
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import (
     CreateAdapter,
@@ -125,7 +124,7 @@ def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_res
 
     expected = in_dispatch([spec], by_a_runner)
     assert [place for place, result in enumerate(expected) if result is ProtocolError] == [12, 13]
-    files, names = JobFiles(tmp_path / "jobs"), list[str]()
+    files, names = JobQueue(tmp_path / "jobs"), list[str]()
 
     def finished() -> bool:
         """Whether all jobs so far have a result, or an error."""
@@ -176,7 +175,7 @@ def work(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[.
     monkeypatch.setattr(job_worker, "_DEATH_NOTICE_S", 0.0)
     spec = RoleSpec(POLICY, SETTINGS, models["qwen3-untied"], job_file_commands.LOSSES)
 
-    def work(store: JobStore, versions: Path | None = None) -> Any:
+    def work(store: JobQueue, versions: Path | None = None) -> Any:
         """Returns how many jobs; with `versions`, the versions that were there when their publication ended."""
         stored: list[int] = []
 
@@ -212,7 +211,7 @@ def work(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[.
 def test_a_job_that_ends_its_workers_is_set_aside_as_one_that_failed_and_later_ones_are_executed(
     work: Callable[..., Any], models: dict[str, Path], s3_url: str, s3_options: dict[str, str], tmp_path: Path
 ) -> None:
-    store = JobStore(s3_url, s3_options)
+    store = JobQueue(s3_url, s3_options)
     steps = [SftStep(make_batch(0)), SftStep(make_batch(3))]
     deadly = ForwardBackward(make_batch(2), job_file_commands.DEADLY, OF_TWO)
     failing = [ForwardBackward(make_batch(1), OBJECTIVE, OF_TWO), deadly, OptimStep()]
@@ -242,7 +241,7 @@ def test_a_job_that_ends_its_workers_is_set_aside_as_one_that_failed_and_later_o
 def test_what_a_worker_publishes_into_a_store_is_what_it_exports_bit_for_bit(
     work: Callable[..., Any], s3_url: str, s3_options: dict[str, str], tmp_path: Path
 ) -> None:
-    store, versions = JobStore(s3_url, s3_options), tmp_path / "versions"
+    store, versions = JobQueue(s3_url, s3_options), tmp_path / "versions"
     jobs = [Publish(1), SftStep(make_batch(0)), Publish(2), Export(tmp_path / "model", "float32"), Publish(1)]
     names = [store.submit(job) for job in jobs]
     assert work(store, versions) == [1, 2]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 from weightlane.trainer.objectives.config import CriticConfig
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.policy_values import REWARD
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import (
     CreateAdapter,
@@ -178,40 +178,32 @@ def test_joint_jobs_share_one_pass_and_each_fails_by_its_own_error(
     with_dispatch(models, use, trainer=trainer)
 
 
-def test_jobs_wait_for_their_turn_and_their_device_and_those_whose_caller_left_or_that_were_closed_do_not_begin(
+def test_jobs_wait_for_their_turn_and_those_whose_caller_left_or_that_were_closed_do_not_begin(
     models: dict[str, Path],
 ) -> None:
-    seen: list[str] = []
+    ended: list[str] = []
+
+    class Observer:
+        @hookimpl
+        def job_finished(self, kind: str) -> None:
+            ended.append(kind)
 
     async def use(dispatch: WorkerDispatch) -> None:
-        device = asyncio.Lock()
-
-        @asynccontextmanager
-        async def around(job: Job[Any]) -> AsyncIterator[None]:
-            async with device:
-                seen.append(f"{job.kind} begins")
-                yield
-                seen.append(f"{job.kind} ends")
-
-        runner = Runner(dispatch, around=around)
-        await device.acquire()
+        runner = Runner(dispatch, hooks=make_hooks([Observer()]))
         first = runner.submit(SftStep(make_batch(0)))
         leaving = asyncio.create_task(runner.run(OptimStep()))
         await asyncio.sleep(0)
         last = runner.submit(Forward(make_batch(1)))
-        assert runner.waiting == 2, "the first one has begun to wait for the device"
+        assert ended == []
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
-        assert (runner.waiting, seen) == (1, [])
-        device.release()
         assert len(await last) == len(make_batch(1))
         assert first.result().step == 1
-        assert seen == ["sft_step begins", "sft_step ends", "forward begins", "forward ends"]
-        await device.acquire()
-        held, behind = runner.submit(Forward(make_batch(0))), runner.submit(Forward(make_batch(1)))
+        assert ended == ["sft_step", "forward"]
+        begun, behind = runner.submit(Forward(make_batch(0))), runner.submit(Forward(make_batch(1)))
         await asyncio.sleep(0)
         await runner.close()
-        for each in (held, behind):
+        for each in (begun, behind):
             assert isinstance(each.exception(), ClosedError)
         with pytest.raises(ClosedError):
             runner.submit(OptimStep())
@@ -228,7 +220,8 @@ def test_the_program_of_the_guide_trains_and_saves(models: dict[str, Path], tmp_
 
     async def use(dispatch: WorkerDispatch) -> float:
         loss: float = await names["step_and_save"](dispatch, make_batch(0), tmp_path / "state")
-        ended, queue = asyncio.Event(), names["queue_at"](str(tmp_path / "jobs"))
+        ended, queue = asyncio.Event(), JobQueue(tmp_path / "jobs")
+        assert queue.take_turn() is not None
         working = asyncio.create_task(JobWorker(queue, Runner(dispatch)).run(ended))
         result = await asyncio.to_thread(names["step_in"], queue, tmp_path, make_batch(0))
         ended.set()
@@ -238,4 +231,4 @@ def test_the_program_of_the_guide_trains_and_saves(models: dict[str, Path], tmp_
 
     assert 0 < with_dispatch(models, use) < 10
     assert list((tmp_path / "state").iterdir())
-    assert not list((tmp_path / "jobs/results").glob("*1.job"))
+    assert not list((tmp_path / "jobs/results").glob("*1-*.job"))

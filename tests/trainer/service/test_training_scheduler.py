@@ -22,11 +22,9 @@ from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import BACKWARD, SAVE, SAVE_FOR_SAMPLER, STEP, Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training import between_requests
-from weightlane.trainer.service.training.between_requests import BetweenRequestTask
+from weightlane.trainer.service.training import scheduler as scheduler_module
 from weightlane.trainer.service.training.operations import Operations
 from weightlane.trainer.service.training.scheduler import TrainingScheduler
-from weightlane.trainer.service.wire.bodies import WireLimits
 
 LORA = LoraConfig(rank=2, publish="adapter")
 ANY = cast("Any", None)
@@ -62,7 +60,7 @@ class World:
         self.futures = Futures(self.store)
         publications = cast("Any", SimpleNamespace(begin=self.begin, finish=self.fail, busy=False))
         config = ServiceConfig(save_every=100, max_queued=100, max_loaded=8, join_wait_s=join_wait_s)
-        self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), config)
+        self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, config)
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
         jobs, execute = cast("Any", self.jobs), self.execute if error is None else self.fail
         self.scheduler = self.operations.scheduler = TrainingScheduler(
@@ -208,30 +206,31 @@ def test_what_a_death_makes_fail_stays_queued_and_a_publication_keeps_its_model_
     asyncio.run(asyncio.wait_for(live(), HANG_S))
 
 
-def test_work_that_finds_no_free_ranks_or_fails_after_its_caller_has_left_ends_nothing_else(
+def test_work_that_finds_no_free_ranks_or_fails_ends_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def live() -> None:
         world = World(tmp_path, "ab")
         world.models["a"].session, world.models["a"].loaded = "ended", False
-        monkeypatch.setattr(between_requests, "_WAIT_S", 0.0)
-        await world.scheduler.remove_of({"ended"})
-        assert set(world.scheduler.models) == {"a", "b"}, "the scheduler does not run yet"
-        monkeypatch.setattr(between_requests, "_WAIT_S", NEVER_S)
+        async with world.scheduler.between_requests():
+            monkeypatch.setattr(scheduler_module, "_WAIT_S", 0.0)
+            await world.scheduler.remove_of({"ended"})
+        assert set(world.scheduler.models) == {"a", "b"}, "the ranks were not free"
+        monkeypatch.setattr(scheduler_module, "_WAIT_S", NEVER_S)
 
-        async def work() -> None:
-            tasks[0].done.cancel()  # as a caller does that ends
-            raise ConfigError("no.", part="x")
+        async def use(ready: bool) -> None:
+            async with world.scheduler.between_requests(lambda: ready):
+                raise ConfigError("no.", part="x")
 
-        waiting = asyncio.create_task(world.scheduler.between_requests.wait_for(work, lambda: True))
-        await asyncio.sleep(0)
-        tasks = [cast("BetweenRequestTask", world.scheduler.between_requests.next())]
+        failing, waiting = (asyncio.create_task(use(ready)) for ready in (True, False))
         scheduler, removal = map(asyncio.create_task, (world.scheduler.run(), world.scheduler.remove_of({"ended"})))
         await asyncio.wait([scheduler, removal], return_when=asyncio.FIRST_COMPLETED)
         assert set(world.scheduler.models) == {"b"}
         world.scheduler.close()
-        await asyncio.wait([scheduler, waiting])
+        await asyncio.wait([scheduler, failing, waiting])
         assert scheduler.exception() is None
+        assert isinstance(failing.exception(), ConfigError)
+        assert waiting.cancelled(), "its request stays in the store"
 
     asyncio.run(asyncio.wait_for(live(), HANG_S))
 
@@ -293,7 +292,7 @@ def test_adapters_and_all_weights_are_not_taken_for_each_other(
     with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
         scheduler(trains_weights=trains_weights).resume()
     store.close()
-    operations = Operations(ANY, ANY, ANY, ANY, ANY, ANY, ANY, config(trains_weights=trains_weights))
+    operations = Operations(ANY, ANY, ANY, ANY, ANY, ANY, config(trains_weights=trains_weights))
     about = {"config": lora and lora.model_dump(mode="json")}
     with pytest.raises(ConfigError, match="which this service does not train"):
         operations.check_kind(Checkpoint("tinker://m/weights/a", "m", "training", tmp_path, 0.0, None, 0, about))

@@ -15,13 +15,13 @@ import transformers
 
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.engines import rank_collectives
-from weightlane.trainer.engines.fsdp2.loading import materialise, model_without_weights, read_slices
-from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
+from weightlane.trainer.engines.fsdp2.loading import materialise
+from weightlane.trainer.engines.fsdp2.shards import trained_slices
 from weightlane.trainer.engines.head import PassQuery
+from weightlane.trainer.engines.hf import checkpoint
 from weightlane.trainer.engines.hf.context_split import split_layout
 from weightlane.trainer.engines.hf.heads import HeadQuery, replace_head
 from weightlane.trainer.engines.hf.layout import Layout
-from weightlane.trainer.engines.hf.names import checkpoint_runs
 from weightlane.trainer.engines.hf.packed_attention import pack_attention
 from weightlane.trainer.engines.rank_collectives import ContextRanks
 
@@ -65,10 +65,11 @@ class ContextCommands:
         """
         self.close()
         self.join()
-        mine = model_without_weights(Path(model))
-        runs = checkpoint_runs(mine, checkpoint_tensors(mine))
+        mine = checkpoint.model_without_weights(Path(model))
+        runs = checkpoint.checkpoint_runs(mine, checkpoint.checkpoint_tensors(mine))
         materialise(mine, torch.device("cpu"))
-        read_slices(Path(model), runs, checkpoint_tensors(mine))
+        fill = checkpoint.weights_reader(Path(model), "tokens", {run.name: run.shape for run in runs})
+        fill(trained_slices(runs, checkpoint.checkpoint_tensors(mine), {}))
         ordinary = getattr(transformers, kind).from_pretrained(model).eval()
         for each in (mine, ordinary):
             each.double().set_experts_implementation("eager")

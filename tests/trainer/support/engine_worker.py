@@ -224,9 +224,9 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
 
     def forward_weights(self) -> list[tuple[Any, ...]]:
         """The bfloat16 parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
-        from weightlane.trainer.engines.megatron.weights import _pieces
+        from weightlane.trainer.engines.megatron.weights import parameter_pieces
 
-        pieces = _pieces(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
+        pieces = parameter_pieces(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
         slices = [(at.name, at.starts, each[at.box.index]) for each, all_of in pieces.items() for at in all_of]
         assert {data.dtype for _, _, data in slices} == {torch.bfloat16}
         return [(name, starts, data.detach().float().numpy()) for name, starts, data in slices]
@@ -239,9 +239,9 @@ class Worker(LoraCommands, RankCommands, ContextCommands):
         self._engine.save(Path(directory))
         return self._engine.step
 
-    def load(self, directory: str) -> int:
+    def load(self, directory: str, *, optimizer: bool = True) -> int:
         """Load what is in `directory`, in which RANK stands for this rank."""
-        self._engine.load(Path(str(directory).replace("RANK", str(self._rank))))
+        self._engine.load(Path(str(directory).replace("RANK", str(self._rank))), optimizer=optimizer)
         return self._engine.step
 
     def export(

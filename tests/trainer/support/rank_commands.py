@@ -22,15 +22,11 @@ def moment_slices(engine: Any, key: str) -> list[tuple[Any, ...]]:
     if engine.config.engine == "megatron":
         from weightlane.trainer.engines.megatron.weights import moments_of
 
-        shapes, trained = engine._shapes, engine._trained_slices(moments_of(engine._optimizer))
-        slices = [(s.name, shapes[s.name], s.box.starts, s.moments[key]) for s in trained if key in s.moments]
+        moments = moments_of(engine._optimizer)
     else:
-        from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors, local_shards
-
-        moments = {name: state[key] for name, state in engine._optimizer.state.items() if key in state}
-        runs = [run for run in engine._runs if run.source in moments]
-        shards = local_shards(runs, checkpoint_tensors(engine._model), engine.rank, None, (), values=moments)
-        slices = [(s.spec.name, s.spec.shape, s.starts, s.data) for s in shards]
+        moments = engine._optimizer.state
+    trained, shapes = engine._trained_slices(moments), engine._shapes
+    slices = [(s.name, shapes[s.name], s.box.starts, s.moments[key]) for s in trained if key in s.moments]
     return [(name, shape, starts, data.float().clone().numpy()) for name, shape, starts, data in slices]
 
 

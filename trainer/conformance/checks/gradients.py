@@ -81,10 +81,7 @@ class GradientChecks(TrainingConformanceBase):
         team.setup(first_model, **READABLE)
         broken = BatchSpec(seed=1, calls=((0, 1, 2, 3), (4, 5, 6)), wrong=wrong)
         team.all_fail(ProtocolError, "forward_backward", batch=broken)
-        for rank in team.ranks:
-            team.start(rank, "forward", batch=broken, outputs=["logprobs"], file="")
-        for rank in team.ranks:
-            team.failure(rank, "forward", ProtocolError)
+        team.all_fail(ProtocolError, "forward", batch=broken, outputs=["logprobs"], file="")
         expect_gradient(team, first_model, BatchSpec())
 
     def test_a_mini_batch_is_fixed_until_the_step(self, team: Team, first_model: Path) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.ckpt_engines.conformance.processes import leftovers
 from weightlane.ckpt_engines.conformance.processes.errors_as_json import error_to_json
+from weightlane.ckpt_engines.conformance.processes.resolve import class_at, is_place
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import reserve_port
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import Placement, dtype_of
@@ -29,9 +30,9 @@ from weightlane.sync import Placement, dtype_of
 from ...config import TrainerConfig
 from ...engines.contract import SequenceOutputs, StatePart, TrainingEngine
 from ...engines.optimizers.settings import AdamParams
+from ...engines.registry import training_engine_class
 from ...objectives.loss import OutputName
 from ..batches import BatchSpec, three_terms
-from .resolve import engine_class
 
 HOST = "127.0.0.1"
 FENCE_FAILED = "the fence failed."
@@ -200,6 +201,16 @@ class RankProcess:
     def resources(self) -> dict[str, int]:
         """Return counts of everything that could leak from this process."""
         return leftovers.of_this_process()
+
+
+def engine_class(name: str) -> type[TrainingEngine]:
+    """Return the engine class of an installed training engine, or of ``module:Class`` or ``path/to/file.py:Class``.
+
+    Raises:
+        ConfigError: There is no such engine, or it cannot be used.
+        RegistryError: The class cannot be loaded, or is not a complete `TrainingEngine`.
+    """
+    return class_at(name, TrainingEngine) if is_place(name) else training_engine_class(name)  # type: ignore[type-abstract]
 
 
 def noted_step(engine: TrainingEngine, fail_at: int = -1, params: AdamParams | None = None) -> dict[str, Any]:

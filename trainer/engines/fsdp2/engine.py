@@ -2,57 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import OPTIMIZERS, Head, TrainerConfig
+from ...config import OPTIMIZERS, TrainerConfig
 from ...data.batch import TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..contract import BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart
 from ..head import PassQuery
+from ..hf.checkpoint import CheckpointRun, checkpoint_tensors
 from ..hf.context_split import split_layout
-from ..hf.export import ExportedModel
-from ..hf.heads import HeadQuery, read_values, replace_head, value_head
+from ..hf.heads import read_values, replace_head
 from ..hf.layout import Layout
 from ..hf.model_dir import check_model_dir, kept_types
-from ..hf.names import checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
-from ..hf.training_state import check_state, export_saved
+from ..hf.stored_slices import TrainedSlice
+from ..hf.training_state import load_model, resume, save_state
 from ..lora.engine import Keep
 from ..lora.joint import StartedPass
 from ..lora.program_engine import ProgramEngine, ProgramPass
-from ..lora.saved import SavedAdapters, check_adapters
+from ..lora.saved import check_saved
 from ..optimizers.adamw import check_optimizer
 from ..optimizers.settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import micro_batches_of, outputs_by_sequence
-from .gradient_clipping import clip_gradients
-from .loading import (
-    can_read_slices,
-    checked_model,
-    decoder_layers,
-    hold_as_stored,
-    materialise,
-    model_without_weights,
-    read_slices,
-    whole_model,
-)
+from .loading import checked_model, decoder_layers, hold_as_stored, materialise
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh
-from .optimizers import is_matrix, moment_names
-from .partwise_optimizer import PartwiseOptimizer
+from .optimizers import PartwiseOptimizer, clip_gradients, moment_names
 from .router_replay import RouterReplay
-from .shards import checkpoint_tensors, local_shards
-from .state import resume, save
+from .shards import local_shards, trained_slices
+
+_MATRIX = 2
+"""Dimensions of what Muon steps."""
 
 
 class Fsdp2Engine(ProgramEngine):
@@ -76,28 +66,19 @@ class Fsdp2Engine(ProgramEngine):
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
         check_optimizer(config.optimizer)
-        model = checked_model(config, model_dir)
+        model, runs = checked_model(config, model_dir)
         if state is not None:
-            runs, matrices = checkpoint_runs(model, checkpoint_tensors(model)), _matrices(model)
-            parameters = {name for name, _ in model.named_parameters()} if config.trains_weights else set()
-            trained = [run for run in runs if run.source in parameters]
-            moments = {run.name: moment_names(config, run.source, matrices) for run in trained}
-            check_state(state, {run.name: run.shape for run in runs}, moments)
-            check_adapters(state, config)
+            matrices = _matrices(model)
+            check_saved(state, config, model, runs, lambda name: moment_names(config, name, matrices))
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
         head = self.config.head
         check_model_dir(model_dir, head)
-        model = checked_model(self.config, model_dir)
+        model, runs = checked_model(self.config, model_dir)
         self._join(model_dir, seed)
-        new = value_head(model)[0] if head == "value" else ""
-        runs = checkpoint_runs(model, checkpoint_tensors(model))
-        sliced = can_read_slices(model, model_dir, runs, new)
         self._packs = self.config.fsdp2.packing == "auto" and can_pack(model)
         self._shares = self._packs and self.config.fsdp2.shared_prefixes
-        if not sliced:
-            model = whole_model(model_dir, head)
         if self._packs:
             pack_attention(model)
         self._vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]  # of transformers' PreTrainedModel
@@ -108,15 +89,12 @@ class Fsdp2Engine(ProgramEngine):
         if self.config.router_replay:
             self._replay = RouterReplay(model, decoder_layers(model))
         model.requires_grad_(self.config.trains_weights)
-        if sliced and self.config.lora is not None:
-            hold_as_stored(model, model_dir)
-        self._shard(model, model_dir)
-        if sliced:
-            materialise(model, self._device)
-            with torch.no_grad():
-                for parameter in value_head(model)[1].parameters() if new else ():
-                    parameter.zero_()  # for files without a value head
-            read_slices(model_dir, self._runs, checkpoint_tensors(model))
+        if self.config.lora is not None:
+            hold_as_stored(model, runs, model_dir)
+        self._shard(model, runs, model_dir)
+        materialise(model, self._device)
+        with self._collective("the trainer ranks to load the model"):
+            load_model(model_dir, head, self._shapes, self._trained_slices({}), self._device)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
         self._optimizer = PartwiseOptimizer(self.config, trained, _matrices(model), self._runs)
@@ -124,8 +102,8 @@ class Fsdp2Engine(ProgramEngine):
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
-        model = checked_model(self.config, model_dir)
-        self._shard(model, model_dir)
+        model, runs = checked_model(self.config, model_dir)
+        self._shard(model, runs, model_dir)
         if self.config.publishes_adapter:
             self._adapt(model, torch.device("cpu"))
 
@@ -162,7 +140,7 @@ class Fsdp2Engine(ProgramEngine):
         adapters, batches = [each.adapter for each in passes], [each.call.batch for each in passes]
         found: list[dict[int, SequenceOutputs]] = [{} for _ in passes]
         packed_tokens = [0] * len(passes)
-        limit, copies = self._pass_tokens, self._mesh.data.size()
+        limit = self._pass_tokens
         with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
             about = {"padded": not self._packs, "share_prefixes": self._shares_here}
             for share in micro_batches_of(batches, self.data_share, limit, self._device, **about):
@@ -179,27 +157,8 @@ class Fsdp2Engine(ProgramEngine):
                         packed_tokens[number] += count if indices else 0
                         losses.append(each.sums.add(each.call.function(outputs, micro)))
                         found[number] |= outputs_by_sequence(indices, micro, outputs, each.call.outputs)
-                    if runs:  # the gradients of the model's own weights stay as they are
-                        own = [parameter for adapter, _ in runs for parameter in adapter.parameters]
-                        torch.autograd.backward(losses, inputs=own)
-                    else:
-                        # FSDP averages gradients over the ranks, but their sum is wanted.
-                        torch.autograd.backward([loss * copies for loss in losses])
-            totals = [
-                torch.nn.functional.pad(each.sums.as_tensor(), (0, 1), value=count)
-                for each, count in zip(passes, packed_tokens, strict=True)
-            ]
-            for total in totals:
-                if not self._mesh.first_of_context:
-                    total.zero_()  # ranks that share tokens have equal sums
-                dist.all_reduce(total, group=self._mesh.data.get_group())
-        results = []
-        for each, total, answered in zip(passes, totals, found, strict=True):
-            batch = each.call.batch
-            tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(total[-1])}
-            named = each.sums.named(total[:-1], batch.target_tokens)
-            results.append(BackwardResult(named | tokens, answered if self._answers else {}))
-        return results
+                    self._run_backward(ProgramPass(runs, layout), losses, [torch.ones_like(loss) for loss in losses])
+            return [self._result(*each) for each in zip(passes, packed_tokens, found, strict=True)]
 
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         with self._collective("the gradient norm of the other ranks"):
@@ -226,30 +185,19 @@ class Fsdp2Engine(ProgramEngine):
         return local_shards(self._runs, checkpoint_tensors(self._loaded_model()), self.rank, dtype, self._kept)
 
     def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
-        state = self._runs, checkpoint_tensors(self._loaded_model()), self._optimizer.state, self._step
-        save(directory, *state, self.rank, self._device, write_beside)
+        slices = self._trained_slices(self._optimizer.state)
+        save_state(directory, slices, self._step, self.rank, self._device, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
         self._forget_gathered()
         moments = self._optimizer.state
-        state = self._runs, checkpoint_tensors(self._loaded_model()), moments
-        step = resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
+        state = self._shapes, self._trained_slices(moments), self.rank, self._device
+        step = resume(directory, self.config.head, *state, optimizer=optimizer)
         self._optimizer.restore(moments)
         return step
 
-    @classmethod
-    def export_saved(
-        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
-    ) -> None:
-        """See `TrainingEngine.export_saved`; reads the weights only."""
-        model = model_without_weights(model_dir, head)
-        tensors = checkpoint_tensors(model)
-        runs = checkpoint_runs(model, tensors)
-        adapters = SavedAdapters.read(state)
-        adapters.refuse_layers_beyond(
-            {n.removesuffix(".weight") for run in runs for n in (run.name, run.source)}, state
-        )
-        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
+    def _trained_slices(self, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> list[TrainedSlice]:
+        return trained_slices(self._runs, checkpoint_tensors(self._loaded_model()), moments)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -263,10 +211,10 @@ class Fsdp2Engine(ProgramEngine):
         """Prepare the sharded `model` for adapters."""
         self._make_adapters(Fsdp2Adapted(model, decoder_layers(model), self._mesh, self._runs), device)
 
-    def _shard(self, model: torch.nn.Module, model_dir: Path) -> None:
-        """Shard `model` over the ranks, in place, and set the checkpoint tensors of its parameters. Collective."""
-        self._runs = checkpoint_runs(model, checkpoint_tensors(model))
-        self._kept = kept_types(model_dir, (run.name for run in self._runs))
+    def _shard(self, model: torch.nn.Module, runs: Sequence[CheckpointRun], model_dir: Path) -> None:
+        """Shard `model`, whose checkpoint tensors are `runs`, over the ranks, in place. Collective."""
+        self._runs, self._shapes = runs, {run.name: run.shape for run in runs}
+        self._kept = kept_types(model_dir, self._shapes)
         with self._collective("the trainer ranks to shard the model"):
             self._mesh = RankMesh.of(self._device, self.world, self.config.fsdp2, self.config.collective_timeout_s)
             self._mesh.shard(model, decoder_layers(model), self.config, self._compute_dtype)
@@ -364,8 +312,7 @@ class Fsdp2Engine(ProgramEngine):
 
     def _answer(self, layout: Layout, query: PassQuery) -> dict[str, torch.Tensor]:
         """Run the model on a micro-batch. Returns the outputs in `query` by their names in `ModelOutputs`, and ``logits``."""
-        asked = HeadQuery(query, layout.micro, layout.places, layout.context)
-        answer: dict[str, torch.Tensor] = self._loaded_model()(asked, **layout.inputs)
+        answer: dict[str, torch.Tensor] = self._loaded_model()(layout.asked(query), **layout.inputs)
         return answer
 
     def _layout(self, parts: Sequence[MicroBatch]) -> Layout:
@@ -389,4 +336,4 @@ class Fsdp2Engine(ProgramEngine):
 def _matrices(model: torch.nn.Module) -> set[str]:
     """Return the names of the matrices inside decoder layers, which Muon takes."""
     inside = {parameter for layer in decoder_layers(model) for parameter in layer.parameters()}
-    return {name for name, each in model.named_parameters() if each in inside and is_matrix(each)}
+    return {name for name, each in model.named_parameters() if each in inside and each.ndim == _MATRIX}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ..hf.names import CheckpointRun
+from ..hf.checkpoint import CheckpointRun
 from ..lora.adapters import PairOf
 from ..lora.joint import JointPairs, LayerPair
 from ..lora.sites import LoraSite

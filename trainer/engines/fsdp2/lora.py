@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ...config import LoraConfig
-from ..hf.names import CheckpointRun
+from ..hf.checkpoint import CheckpointRun
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.sites import LoraSite, chosen_sites

@@ -101,14 +101,9 @@ class RankMesh:
         return self.tensor is None or self.tensor.get_local_rank() == 0
 
     @property
-    def first_of_context(self) -> bool:
-        """Whether this rank is the first of those that share tokens with it, which all compute the same losses."""
-        return self.context is None or self.context.index == 0
-
-    @property
     def answers(self) -> bool:
         """Whether this rank returns the outputs of its share: of ranks that share matrices or tokens, the first does."""
-        return self.first_of_tensor and self.first_of_context
+        return self.first_of_tensor and (self.context is None or self.context.index == 0)
 
     @classmethod
     def of(cls, device: torch.device, world: int, config: Fsdp2Config, timeout_s: float) -> RankMesh:

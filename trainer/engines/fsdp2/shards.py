@@ -22,12 +22,12 @@ from weightlane.sync.torchrun.module_slices import held_slice, live_tensors
 from weightlane.sync.version.box import Box, boxes_of_run
 from weightlane.sync.version.tensor_spec import LiveTensor, LocalShard, TensorSpec, kept_in_float32
 
+from ..hf.checkpoint import CheckpointRun, checkpoint_runs, checkpoint_tensors, plain_name
 from ..hf.model_dir import has_weights, kept_types
-from ..hf.names import CheckpointRun, checkpoint_runs
+from ..hf.stored_slices import TrainedSlice
+from ..optimizers.settings import STEP
 
 _PART = "fsdp2 shards"
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Components that ``torch.compile`` and activation checkpointing add to the names of the modules they wrap."""
 
 
 def shards_of(
@@ -59,7 +59,7 @@ def shards_of(
     kept = kept_in_float32({run.name: tensors[run.source].dtype for run in runs})
     if directory := _checkpoint_of(model, checkpoint):
         kept = kept_types(directory, [run.name for run in runs])
-    return local_shards(runs, tensors, rank, dtype, kept, live=live_tensors(model, tensors, _plain_name))
+    return local_shards(runs, tensors, rank, dtype, kept, live=live_tensors(model, tensors, plain_name))
 
 
 def local_shards(
@@ -91,12 +91,30 @@ def local_shards(
     return shards
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by in-memory name without wrappers' components; tied ones once, first name."""
-    saved = model.state_dict(keep_vars=True).keys()
-    named = dict(model.named_parameters())
-    found = {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
-    return {_plain_name(name): tensor for name, tensor in found.items()}
+def trained_slices(
+    runs: Sequence[CheckpointRun],
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]],
+) -> list[TrainedSlice]:
+    """List the slices of `runs` that are on this rank, each with its weight and moments; replicas are on several ranks.
+
+    `optimizer` has this rank's part of the state of each parameter, by in-memory name: moments by the optimizer's names for them,
+    and the number of steps as `STEP`, if it counts them.
+    """
+    moments: dict[str, dict[str, torch.Tensor]] = {run.name: {} for run in runs}
+    for key in {key for state in optimizer.values() for key in state} - {STEP}:
+        values = {source: state[key] for source, state in optimizer.items() if key in state}
+        trained = [run for run in runs if run.source in values]
+        for shard in local_shards(trained, tensors, rank=0, dtype=None, kept=(), values=values):
+            moments[shard.spec.name][key] = shard.data
+    for run in runs:
+        if STEP in optimizer.get(run.source, {}):
+            moments[run.name][STEP] = optimizer[run.source][STEP]
+    return [
+        TrainedSlice(shard.spec.name, shard.box, shard.data, moments[shard.spec.name])
+        for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=())
+        if shard.numel
+    ]
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -117,10 +135,6 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             hint="Publish what model.merge_and_unload() returns, or train adapters with trainer.lora.",
         )
     return model
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | None:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
-import torch.distributed as dist
 
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import TrainerConfig
 from ...data.packing import balanced_blocks
-from ..attention import Bounds, Segments
-from ..rank_collectives import ContextRanks, gathered
+from ..attention import Bounds, GatheredKeys, Segments
+from ..rank_collectives import ContextRanks
 from .layout import Layout
 from .packed_attention import SEGMENTS, can_pack
 
@@ -40,7 +39,7 @@ class RowPart:
     ) -> RowPart:
         """Take this rank's of the `blocks`, which are as many tokens on every rank, and all tokens of the row together."""
         held = torch.stack([torch.cat([torch.arange(*block) for block in bounds]) for bounds in blocks]).to(device)
-        keys, own = _RowKeys(held.flatten().argsort(), ranks.group), held[ranks.index]
+        keys, own = GatheredKeys(held.flatten().argsort(), ranks.group), held[ranks.index]
         return cls(own, segments.part(blocks[ranks.index], keys), keys.order - ranks.index * len(own))
 
     def places(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -90,15 +89,3 @@ def split_layout(layout: Layout, ranks: ContextRanks) -> Layout:
 def _common(blocks: Sequence[Bounds], part: Bounds) -> int:
     """Return how many tokens of `part` are in `blocks`."""
     return sum(max(0, min(stop, part[1]) - max(start, part[0])) for start, stop in blocks)
-
-
-class _RowKeys:
-    """The keys of a row's tokens, gathered from the ranks that share the row. See `GatheredKeys`."""
-
-    def __init__(self, order: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self.order, self._group = order, group
-
-    def gathered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `GatheredKeys.gathered`."""
-        both = gathered(torch.cat([key, value], -1), self._group)
-        return both[..., : key.shape[-1]], both[..., key.shape[-1] :]

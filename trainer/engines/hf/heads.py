@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,12 +87,6 @@ def value_head(model: torch.nn.Module) -> tuple[str, torch.nn.Linear]:
         part="value head",
         hint="Take another architecture for a model with trainer.head=value.",
     )
-
-
-def unused_heads(held: Iterable[str], model: torch.nn.Module, head: str) -> set[str]:
-    """Return the tensors `held` in a checkpoint that a critic does not need: heads other than its own, named `head`."""
-    inside = f"{model.base_model_prefix}."
-    return {name for name in held if not name.startswith((inside, f"{head}."))}
 
 
 def replace_head(model: torch.nn.Module) -> int:

@@ -12,7 +12,9 @@ import torch
 from ...data.packing import PrefixGroup, shared_prefixes
 from ...data.sequences import MicroBatch
 from ..attention import Bounds, Segments
+from ..head import PassQuery
 from ..rank_collectives import ContextRanks
+from .heads import HeadQuery
 from .packed_attention import SEGMENTS
 
 
@@ -33,6 +35,10 @@ class Layout:
     """How many consecutive tokens this rank computes for each part."""
     context: ContextRanks | None = None
     """The ranks that share the tokens, if any do."""
+
+    def asked(self, query: PassQuery) -> HeadQuery:
+        """Return the request for outputs of the micro-batch."""
+        return HeadQuery(query, self.micro, self.places, self.context)
 
     @classmethod
     def padded(cls, micro: MicroBatch) -> Layout:

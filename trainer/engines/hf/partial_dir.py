@@ -60,8 +60,9 @@ def write_together(
 ) -> None:
     """Write a directory under its temporary name, then rename it. Collective.
 
-    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`. After a failure the
-    directory is complete or absent, also after one of a machine if each rank has called `to_disk` for what it wrote.
+    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`. All raise the error
+    of either, an `OSError` as `StorageError`. The directory is then absent, and otherwise complete, also after a failure of a
+    machine if each rank has called `to_disk` for what it wrote.
     """
     partial = partial_name(directory)
 
@@ -73,10 +74,14 @@ def write_together(
         with suppress(OSError):  # the directory is there, and complete
             to_disk(directory.parent)
 
-    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
+    def guarded(action: Callable[[], object]) -> None:
+        with storage_errors("written", directory):
+            action()
+
+    on_rank_zero(lambda: guarded(lambda: make_partial(directory)), rank, device, PART)
     try:
         write(partial)
-        write_on_rank_zero(last, directory, rank, device)
+        on_rank_zero(lambda: guarded(last), rank, device, PART)
     except BaseException:
         if rank == 0:
             discard_partial(directory)
@@ -90,13 +95,3 @@ def to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_on_rank_zero(action: Callable[[], object], directory: Path, rank: int, device: torch.device) -> None:
-    """Run `action`, which writes `directory`, on rank 0; every rank raises its error, `OSError` as `StorageError`. Collective."""
-
-    def guarded() -> None:
-        with storage_errors("written", directory):
-            action()
-
-    on_rank_zero(guarded, rank, device, PART)

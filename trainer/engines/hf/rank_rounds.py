@@ -24,7 +24,7 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import call_bounded, translate
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 from ..rank_collectives import share_json
 

@@ -1,4 +1,4 @@
-"""Read slices of tensors from safetensors files, only the requested elements, and compare what files hold with a model."""
+"""Slices of tensors: those that a rank trains, and those in safetensors files, of which only requested elements are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.ckpt_engines import StorageError
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import dtype_name
 
@@ -33,6 +33,19 @@ class StoredSlice:
     """Key of the tensor in the file."""
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedSlice:
+    """A rectangle of a checkpoint tensor, and where its elements are on this rank."""
+
+    name: str
+    box: Box
+    weight: torch.Tensor
+    """View of the master weight, float32 if it is trained, with the rectangle's shape and any strides."""
+    moments: Mapping[str, torch.Tensor]
+    """Likewise views of the optimizer's moments, by the optimizer's names; none for weights that are not trained. The number of
+    steps as `STEP`, float32 [], if the optimizer counts them."""
+
+
 class SliceReader:
     """Reads slices of tensors, given by name. A context manager that keeps open the files it read from."""
 
@@ -50,7 +63,7 @@ class SliceReader:
 
     def read(self, name: str, box: Box, into: torch.Tensor, *, rounds: bool = False) -> None:
         """Copy elements `box` of tensor `name` into `into`, as far as files hold them; unless it `rounds`, by `copy_exactly`."""
-        for stored, part in sources_of(box, self._held(name))[0]:
+        for stored, part in sources_of(box, ((each, each.box) for each in self._stored.get(name, ())))[0]:
             tensor = self._open(stored.file).get_slice(stored.key)[part.within(stored.box).index]
             there = into[part.within(box).index]
             if rounds:
@@ -58,9 +71,6 @@ class SliceReader:
             else:
                 copy_exactly(tensor, there, name)
             self._mapped += tensor.nbytes
-
-    def _held(self, name: str) -> list[tuple[StoredSlice, Box]]:
-        return [(stored, stored.box) for stored in self._stored.get(name, ())]
 
     def _open(self, file: Path) -> Any:
         from safetensors import safe_open  # noqa: PLC0415 - optional
@@ -109,44 +119,6 @@ def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
         for file, tensors in weight_headers(model_dir).items()
         for key, item in tensors.items()
     }
-
-
-def refuse_other_state(
-    directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise `ConfigError` unless a state has exactly the weights of a model.
-
-    A state with more or larger tensors is refused, too: it is of another model, yet parts of it would load without an error.
-    `saved` and `wanted` are shapes by name.
-    """
-    if difference := misfit(saved, wanted):
-        raise ConfigError(
-            f"the training state in {directory} does not fit this model: {difference}.",
-            part=PART,
-            hint="Check model and path: a state is loaded into the model that it was saved from.",
-        )
-
-
-def misfit(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """Describe how the weights in files, shapes by name, differ from those of a model; empty if they do not."""
-    for kind, names in (
-        ("missing keys", wanted.keys() - held.keys()),
-        ("unexpected keys", held.keys() - wanted.keys()),
-        ("mismatched shapes of", {name for name in wanted.keys() & held.keys() if wanted[name] != held[name]}),
-    ):
-        if names:
-            return f"{kind} {some_of(names)}"
-    return ""
-
-
-def refuse_weights(model_dir: Path, difference: str) -> None:
-    """Raise `ConfigError` if there is a `difference` between the weights in `model_dir` and its configuration."""
-    if difference:
-        raise ConfigError(
-            f"the weights in {model_dir} do not fit their config.json: {difference}.",
-            part="model",
-            hint="Fetch the model again, or repair its config.json.",
-        )
 
 
 def some_of(names: Collection[str]) -> str:

@@ -20,12 +20,13 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
+from ..optimizers.settings import STEP
 from ..rank_collectives import on_every_rank, share_json
+from .checkpoint import CheckpointRun, weights_reader
 from .export import ExportedModel, export_alone
-from .model_dir import kept_types
-from .names import CheckpointRun
+from .model_dir import is_model_dir, kept_types
 from .partial_dir import PART, storage_errors, to_disk, write_together
-from .stored_slices import SliceReader, StoredSlice, refuse_other_state, sources_of
+from .stored_slices import SliceReader, StoredSlice, TrainedSlice, some_of, sources_of
 
 _STATE = "state.json"
 _FORMAT = 2
@@ -34,49 +35,35 @@ _MOST = 2**31
 """More steps or ranks than any state has."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedSlice:
-    """A rectangle of a checkpoint tensor, and where its elements are on this rank."""
-
-    name: str
-    box: Box
-    weight: torch.Tensor
-    """View of the master weight, float32 if it is trained, with the rectangle's shape and any strides."""
-    moments: Mapping[str, torch.Tensor]
-    """Likewise views of the optimizer's moments, by the optimizer's names; none for weights that are not trained."""
-
-    def kinds(self, *, optimizer: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``weight`` and, with `optimizer`, the name of each moment, with its view."""
-        yield _WEIGHT, self.weight
-        if optimizer:
-            yield from self.moments.items()
-
-
 def save_state(
     directory: Path,
     slices: Sequence[TrainedSlice],
     step: int,
     rank: int,
     device: torch.device,
-    write_beside: Callable[[Path], None],
-    steps: Mapping[str, int] | None = None,
+    write_beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Write the state, with the other files of it that `write_beside` writes into its directory on rank 0. Collective.
+    """Implement `TrainingEngine.save`: write weights, moments and steps of the `slices` on this rank. Collective.
 
-    `steps` has the optimizer steps of checkpoint tensors that were changed in fewer than `step`. A rank needs memory for a copy
-    of its part on the CPU, if it is elsewhere.
+    `write_beside` writes other files of the state into its directory, on rank 0. A rank needs memory for a copy of its part on
+    the CPU, if it is elsewhere.
     """
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
-    token, world, owned = _owned(slices, rank, device)
+    held = [f"{piece.name} {piece.box.to_plain()}" for piece in slices]
+    told = share_json([uuid.uuid4().hex, held, _behind(slices, step)], device)
+    token = told[0][0]
+    elsewhere = {name for _, described, _ in told[:rank] for name in described}  # replicas are written once
+    steps = {name: count for *_, behind in told for name, count in behind.items()}
 
     def write(partial: Path) -> None:
-        tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
-        for piece, mine in zip(slices, owned, strict=True):
-            if mine:
-                for kind, tensor in piece.kinds():
-                    key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
-                    tensors[key] = tensor.detach().cpu().contiguous()
+        tensors = {f"{_RANDOM}|cpu|": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors[f"{_RANDOM}|cuda|"] = torch.cuda.get_rng_state()
+        for piece, described in zip(slices, held, strict=True):
+            for kind, tensor in _kinds(piece) if described not in elsewhere else ():
+                key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
+                tensors[key] = tensor.detach().cpu().contiguous()
         file = partial / _file_name(rank)
         with storage_errors("written", directory):
             save_file(tensors, file, {_STATE: token})
@@ -84,13 +71,56 @@ def save_state(
 
     def finish(partial: Path) -> None:
         write_beside(partial)
-        about = {"format": _FORMAT, "state": token, "ranks": world, "step": step, "steps": dict(steps or {})}
+        about = {"format": _FORMAT, "state": token, "ranks": len(told), "step": step, "steps": steps}
         (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
     write_together(directory, lambda partial: on_every_rank(lambda: write(partial), device, PART), finish, rank, device)
 
 
-def load_state(
+def load_model(
+    model_dir: Path,
+    head: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Sequence[TrainedSlice],
+    device: torch.device,
+) -> None:
+    """Fill weights from a Hugging Face directory. Collective. Raises as `weights_reader`, with nothing filled on any rank."""
+    readers: list[Callable[[Sequence[TrainedSlice]], None]] = []
+    on_every_rank(lambda: readers.append(weights_reader(model_dir, head, shapes)), device, PART)
+    on_every_rank(lambda: readers[0](slices), device, PART)
+
+
+def resume(
+    directory: Path,
+    head: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Sequence[TrainedSlice],
+    rank: int,
+    device: torch.device,
+    *,
+    optimizer: bool,
+) -> int:
+    """Implement `TrainingEngine.load` for the checkpoint tensors `shapes`, of which this rank trains `slices`. Collective.
+
+    The state may be of any number and layout of ranks, and of another engine. Returns the step.
+    """
+    if is_model_dir(directory, head, device):
+        load_model(directory, head, shapes, slices, device)
+        optimizer = False
+    else:
+        step, steps = _load_state(directory, shapes, slices, rank, device, optimizer=optimizer)
+    if not optimizer:
+        step, steps = 0, {}
+    for piece in slices:
+        for kind, tensor in piece.moments.items():
+            if kind == STEP:
+                tensor.fill_(steps.get(piece.name, step))
+            elif not optimizer:
+                tensor.zero_()
+    return step
+
+
+def _load_state(
     directory: Path,
     shapes: Mapping[str, tuple[int, ...]],
     slices: Sequence[TrainedSlice],
@@ -101,12 +131,14 @@ def load_state(
 ) -> tuple[int, Mapping[str, int]]:
     """Fill weights and, with `optimizer`, moments from a state of `save_state`, and restore this rank's random state. Collective.
 
-    Returns ``step`` and ``steps`` of `save_state`.
+    Returns the step, and the steps of tensors that were changed in fewer.
 
     Raises `ConfigError`, with nothing filled on any rank, when the state is not one of a model with exactly the tensors `shapes`.
     """
     wanted = [
-        (f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds(optimizer=optimizer)
+        (f"{kind}|{piece.name}", piece.box, into)
+        for piece in slices
+        for kind, into in (_kinds(piece) if optimizer else [(_WEIGHT, piece.weight)])
     ]
     found: list[_SavedState] = []
 
@@ -128,7 +160,7 @@ def load_state(
 
 
 def check_state(directory: Path, shapes: Mapping[str, tuple[int, ...]], moments: Mapping[str, Collection[str]]) -> None:
-    """Raise the `ConfigError` with which `load_state` would refuse `directory`. Reads headers; not collective.
+    """Raise the `ConfigError` with which `resume` would refuse the state in `directory`. Reads headers; not collective.
 
     `moments` are those of each trained checkpoint tensor.
     """
@@ -170,14 +202,12 @@ def export_saved(
         def stored(source: str) -> torch.Tensor:
             tensor = torch.empty(tensors[source].shape, dtype=tensors[source].dtype)
             for run in parts[source]:
-                size = torch.Size(run.shape).numel()
-                into = tensor.flatten()[run.offset : run.offset + size].view(run.shape)
-                reader.read(f"{_WEIGHT}|{run.name}", Box.whole(run.shape), into)
+                reader.read(f"{_WEIGHT}|{run.name}", Box.whole(run.shape), run.within(tensor))
             return merged(source, tensor)
 
         def values_of(shard: LocalShard) -> torch.Tensor:
             run = own[shard.spec.name]
-            values = stored(run.source).flatten()[run.offset : run.offset + shard.spec.numel].view(run.shape)
+            values = run.within(stored(run.source))
             return values if run.name == run.source else merged(run.name, values)
 
         export_alone(directory, about, [shard_of(run) for run in runs], values_of)
@@ -200,11 +230,8 @@ class _SavedState:
         try:
             return cls._read(directory)
         except FileNotFoundError:
-            older = (directory / ".metadata").is_file()  # torch.distributed.checkpoint's
             raise ConfigError(
-                f"{directory} holds {'a training state of an earlier version' if older else 'no saved training state'}.",
-                part=PART,
-                hint="Export a model with that version, and begin with it." if older else "Check the path.",
+                f"{directory} holds no saved training state.", part=PART, hint="Check the path."
             ) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
             raise ConfigError(
@@ -235,7 +262,22 @@ class _SavedState:
             for key, shape in self.shapes.items()
             if key.startswith(f"{_WEIGHT}|")
         }
-        refuse_other_state(directory, weights, {name: shape for name, shape in shapes.items() if 0 not in shape})
+        wanted = {name: shape for name, shape in shapes.items() if 0 not in shape}
+        # A state with more or larger tensors is refused, too: it is of another model, yet parts of it would load.
+        for kind, names in (
+            ("missing keys", wanted.keys() - weights.keys()),
+            ("unexpected keys", weights.keys() - wanted.keys()),
+            (
+                "mismatched shapes of",
+                {name for name in wanted.keys() & weights.keys() if wanted[name] != weights[name]},
+            ),
+        ):
+            if names:
+                raise ConfigError(
+                    f"the training state in {directory} does not fit this model: {kind} {some_of(names)}.",
+                    part=PART,
+                    hint="Check model and path: a state is loaded into the model that it was saved from.",
+                )
         for key in sorted(kinds):
             if self.shapes.get(key) != shapes[key.partition("|")[2]]:
                 raise ConfigError(
@@ -279,21 +321,17 @@ def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _owned(slices: Sequence[TrainedSlice], rank: int, device: torch.device) -> tuple[str, int, list[bool]]:
-    """Return a name for a state, the number of ranks, and for each slice whether this is the first rank that holds it.
-
-    Replicas are written once.
-    """
-    told = share_json([uuid.uuid4().hex, [[piece.name, piece.box.to_plain()] for piece in slices]], device)
-    before = {f"{name} {plain}" for _, described in told[:rank] for name, plain in described}
-    return told[0][0], len(told), [f"{name} {plain}" not in before for name, plain in told[rank][1]]
+def _kinds(piece: TrainedSlice) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``weight`` and the name of each moment, with its view."""
+    yield _WEIGHT, piece.weight
+    yield from ((kind, tensor) for kind, tensor in piece.moments.items() if kind != STEP)
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _behind(slices: Sequence[TrainedSlice], step: int) -> dict[str, int]:
+    """Return the optimizer steps of tensors that were changed in fewer than `step`, since they had no gradient in others."""
+    counts = {piece.name: piece.moments[STEP] for piece in slices if STEP in piece.moments}
+    steps = torch.stack(list(counts.values())).tolist() if counts else []
+    return {name: int(count) for name, count in zip(counts, steps, strict=True) if count != step}
 
 
 def _restore_random_state(file: Path, device: torch.device) -> None:

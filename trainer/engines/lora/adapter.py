@@ -16,7 +16,8 @@ from weightlane.sync.version.box import Box
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators
 from ..contract import StatePart
-from ..optimizers.settings import MOMENTS, AdamParams, init_optimizer_state
+from ..optimizers.adamw import AdamW
+from ..optimizers.settings import MOMENTS, AdamParams
 from .sites import MATRICES, PART, LoraSite, initial_a
 
 
@@ -96,7 +97,7 @@ class Adapter:
     """This rank's A and B of every adapted layer, as float32 parameters, with their optimizer if the adapter is trained.
 
     `values` are the full A and B of every layer by ``module|A`` and ``module|B``; None for initial values. `trainer` has AdamW's
-    settings. Without `groups` every rank has the moments of all that it holds.
+    settings.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class Adapter:
         sites: Sequence[LoraSite],
         values: Mapping[str, torch.Tensor] | None,
         device: torch.device,
+        groups: LoraGroups,
         *,
         trained: bool = True,
-        groups: LoraGroups | None = None,
     ) -> None:
-        self.name, self.config, self.trained = name, config, trained
+        self.name, self.config, self.trained, self._groups = name, config, trained, groups
         self.step = 0
         """Optimizer steps taken."""
         self.denominators: LossDenominators | None = None
@@ -132,12 +133,10 @@ class Adapter:
         self.parameters = [parameter for pair in self.pairs.values() for parameter in pair.matrices.values()]
         self._state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = {}
         """AdamW's moments and steps of each parameter that this rank steps."""
-        self._divided = [] if groups is None or not groups.divide_moments or not trained else self._divide(groups)
+        self._divided = self._divide(groups) if groups.divide_moments and trained else []
         if trained:
             stepped = [part for group, parts in self._divided for part in parts[dist.get_rank(group)]]
-            # torch refuses an empty list, which a rank may have, but not a group of none.
-            self._optimizer = torch.optim.AdamW([{"params": stepped if self._divided else self.parameters}], fused=True)
-            init_optimizer_state(self._optimizer)
+            self._optimizer = AdamW("adamw", [{"params": stepped if self._divided else self.parameters}])
             self._state = self._optimizer.state
 
     def _divide(self, groups: LoraGroups) -> list[tuple[dist.ProcessGroup, list[list[torch.nn.Parameter]]]]:
@@ -181,8 +180,9 @@ class Adapter:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def complete_gradients(self, groups: LoraGroups, scale: float = 1.0) -> float:
+    def complete_gradients(self, scale: float = 1.0) -> float:
         """Sum the gradients over the ranks and multiply them by `scale`; returns the full adapter's gradient norm. Collective."""
+        groups = self._groups
         for parameter in self.parameters:
             if parameter.grad is None:  # a rank without any sequence
                 parameter.grad = torch.zeros_like(parameter)

@@ -18,11 +18,10 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ...config import LoraConfig, TrainerConfig
 from ..contract import Fence, StatePart
 from ..rank_collectives import share_json
-from .adapter import Adapter, AdapterSlice, LoraGroups, LoraPair
+from .adapter import Adapter, LoraGroups, LoraPair
 from .joint import JointPairs, LayerPair
 from .peft_files import read_peft
 from .published import (
-    MergedSlice,
     adapter_names,
     adapter_shards,
     check_carries,
@@ -67,8 +66,13 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._active: Sequence[tuple[Adapter | None, int]] = ()
         """The adapters that the model computes with now; if there are several, each with its number of tokens."""
-        self._merged: dict[tuple[str, Sequence[int], torch.dtype], MergedSlice] = {}
-        """The published weights, by name, place and dtype: the same tensor whenever one is asked for."""
+        self._merged: dict[
+            tuple[str, Sequence[int], torch.dtype], tuple[LoraPair, Box, torch.Tensor, torch.Tensor]
+        ] = {}
+        """The published weights, by name, place and dtype: the same tensor, whose storage never moves, whenever one is asked for.
+
+        Each is beside what `merge_slice` computes it from: always the model's own weight, so no error accumulates over steps.
+        """
         if trainer.lora is not None:
             self.keep(self.make(DEFAULT, trainer.lora, None, trained=not trainer.frozen))
 
@@ -116,8 +120,8 @@ class Adapters:
             self._layers = self._model.install(self._pair)
         sites = chosen_sites(self._layers[0], config)
         values = None if source is None else read_peft(source, config, sites, self._layers[1])
-        groups = self._model.groups
-        return Adapter(name, config, self._trainer, sites, values, self._device, trained=trained, groups=groups)
+        where = self._device, self._model.groups
+        return Adapter(name, config, self._trainer, sites, values, *where, trained=trained)
 
     def keep(self, adapter: Adapter) -> None:
         """Add `adapter` to these, or replace the one of its name."""
@@ -135,14 +139,8 @@ class Adapters:
         del self._adapters[name]
 
     @contextmanager
-    def active(self, adapter: Adapter | None) -> Iterator[None]:
-        """Make the model compute with `adapter` inside the block."""
-        with self.active_runs([(adapter, 0)]):
-            yield
-
-    @contextmanager
     def active_runs(self, runs: Sequence[tuple[Adapter | None, int]]) -> Iterator[None]:
-        """Make the model compute inside the block with several adapters, each for its run of tokens in a packed pass.
+        """Make the model compute inside the block with adapters, each for its run of tokens in a packed pass; one for all tokens.
 
         None stands for a run that only the model's own weights compute.
         """
@@ -204,8 +202,10 @@ class Adapters:
                 continue
             key = shard.spec.name, tuple(shard.starts), shard.spec.dtype
             if key not in self._merged:
-                self._merged[key] = MergedSlice.of(*place, shard)
-            found.append(replace(shard, data=self._merged[key].merged))
+                merged = torch.empty_like(shard.data, dtype=shard.spec.dtype, memory_format=torch.contiguous_format)
+                self._merged[key] = (*place, shard.data, merged)
+                merge_slice(*self._merged[key])
+            found.append(replace(shard, data=self._merged[key][-1]))
         return found
 
     def exported(self, shard: LocalShard) -> torch.Tensor:
@@ -229,11 +229,7 @@ class Adapters:
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
         """List the tensors of `part` of the state of all adapters, merged weights included."""
         found = [tensor for adapter in self._adapters.values() for tensor in adapter.memory_of(part)]
-        return [*found, *(each.merged for each in self._merged.values() if part == "parameters")]
-
-    def complete_gradients(self, adapter: Adapter, scale: float = 1.0) -> float:
-        """See `Adapter.complete_gradients`."""
-        return adapter.complete_gradients(self._model.groups, scale)
+        return [*found, *(merged for *_, merged in self._merged.values() if part == "parameters")]
 
     def complete_step(self, adapter: Adapter) -> None:
         """Share a step's results among the ranks, and recompute the merged weights if they have this adapter. Collective."""
@@ -243,12 +239,39 @@ class Adapters:
 
     def refresh(self) -> None:
         """Recompute the merged weights, if there are any, after the adapter or the model's weights changed."""
-        for piece in self._merged.values():
-            piece.refresh()
+        for each in self._merged.values():
+            merge_slice(*each)
 
     def gathered(self, name: str) -> dict[str, torch.Tensor]:
-        """Gather the full tensors of adapter `name`, by `AdapterSlice.key`, on rank 0; empty on other ranks. Collective."""
-        return _gathered(list(self._adapters[name].slices()), self._rank, self._device)
+        """Gather the full tensors of adapter `name`, by `AdapterSlice.key`, on rank 0; empty on other ranks. Collective.
+
+        The first rank that holds a part sends it. A rank sends all its parts in one message.
+        """
+        mine = list(self._adapters[name].slices())
+        held = share_json([[piece.key, list(piece.shape), piece.box.to_plain()] for piece in mine], self._device)
+        full: dict[str, torch.Tensor] = {}
+        taken: set[str] = set()
+        for owner, described in enumerate(held):
+            fresh = [number for number, (key, _, box) in enumerate(described) if f"{key} {box}" not in taken]
+            taken |= {f"{described[number][0]} {described[number][2]}" for number in fresh}
+            if not fresh or self._rank not in (0, owner):
+                continue
+            boxes = [Box.from_plain(described[number][2]) for number in fresh]
+            flat = torch.empty(sum(box.numel for box in boxes), device=self._device)
+            if self._rank == owner:
+                flat = torch.cat([mine[number].data.flatten() for number in fresh])
+            if owner != 0:
+                if self._rank == owner:
+                    dist.send(flat, 0)
+                else:
+                    dist.recv(flat, owner)
+            if self._rank == 0:
+                for number, box, part in zip(
+                    fresh, boxes, torch.split(flat, [box.numel for box in boxes]), strict=True
+                ):
+                    key, shape, _ = described[number]
+                    full.setdefault(key, torch.empty(shape))[box.index] = part.view(box.shape).cpu()
+        return full
 
     def to_save(self) -> SavedAdapters:
         """Gather the adapters' part of a saved state; tensors on rank 0 only. Collective."""
@@ -274,40 +297,14 @@ class Adapters:
                         hint="Check model and path.",
                     )
 
-    def restore(self, saved: SavedAdapters) -> None:
-        """Take values, moments and steps from `saved`, which `check` accepted; drop gradients."""
+    def restore(self, saved: SavedAdapters, *, optimizer: bool) -> None:
+        """Take values from `saved`, which `check` accepted, and with `optimizer` moments and steps, else 0; drop gradients."""
         for name, adapter in self._trained.items():
             for piece in adapter.slices():
-                piece.data.copy_(saved.tensors[f"{name}|{piece.key}"][piece.box.index])
-            adapter.set_step(saved.about[name][1])
+                if optimizer or piece.key.endswith("|weight"):
+                    piece.data.copy_(saved.tensors[f"{name}|{piece.key}"][piece.box.index])
+                else:
+                    piece.data.zero_()
+            adapter.set_step(saved.about[name][1] if optimizer else 0)
             adapter.clear_gradients()
         self.refresh()
-
-
-def _gathered(mine: Sequence[AdapterSlice], rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the full tensors by key, on the CPU, on rank 0; an empty dict on other ranks. Collective over all ranks.
-
-    The first rank that holds a part sends it. A rank sends all its parts in one message.
-    """
-    held = share_json([[piece.key, list(piece.shape), piece.box.to_plain()] for piece in mine], device)
-    full: dict[str, torch.Tensor] = {}
-    taken: set[str] = set()
-    for owner, described in enumerate(held):
-        fresh = [number for number, (key, _, box) in enumerate(described) if f"{key} {box}" not in taken]
-        taken |= {f"{described[number][0]} {described[number][2]}" for number in fresh}
-        if not fresh or rank not in (0, owner):
-            continue
-        boxes = [Box.from_plain(described[number][2]) for number in fresh]
-        flat = torch.empty(sum(box.numel for box in boxes), device=device)
-        if rank == owner:
-            flat = torch.cat([mine[number].data.flatten() for number in fresh])
-        if owner != 0:
-            if rank == owner:
-                dist.send(flat, 0)
-            else:
-                dist.recv(flat, owner)
-        if rank == 0:
-            for number, box, part in zip(fresh, boxes, torch.split(flat, [box.numel for box in boxes]), strict=True):
-                key, shape, _ = described[number]
-                full.setdefault(key, torch.empty(shape))[box.index] = part.view(box.shape).cpu()
-    return full

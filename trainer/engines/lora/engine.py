@@ -8,18 +8,21 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import LoraConfig, TrainerConfig
+from ...config import Head, LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..contract import STATE_PARTS, AdapterEngine, BackwardResult, Fence, ForwardBackward, SequenceOutputs
+from ..hf.checkpoint import checkpoint_runs, checkpoint_tensors, model_without_weights
 from ..hf.export import ExportedModel, export_model
 from ..hf.partial_dir import PART as STATE_PART
-from ..hf.partial_dir import write_on_rank_zero
+from ..hf.partial_dir import write_together
+from ..hf.training_state import export_saved
 from ..optimizers.settings import AdamParams
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
@@ -71,7 +74,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
         with (
             self._computing("the other ranks in a forward pass"),
-            self._open_adapters().active(chosen),
+            self._open_adapters().active_runs([(chosen, 0)]),
             torch.no_grad(),
         ):
             self._run_forward(batch, outputs, top_k, keep)
@@ -113,22 +116,23 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         self._require_here("parameters")
         return self._lora.merged(own)
 
-    def save(self, directory: Path) -> None:
-        """See `TrainingEngine.save`."""
-        adapters = self._open_adapters()
+    def save(self, directory: Path, *, adapters: bool = True) -> None:
+        """See `TrainingEngine.save`; without `adapters`, a state of the model's own weights and their optimizer only."""
+        held = self._open_adapters()
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to save"):
-            self._save_weights(directory, adapters.to_save().write)
+            self._save_weights(directory, (held.to_save() if adapters else SavedAdapters()).write)
 
-    def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """See `TrainingEngine.load`."""
+    def load(self, directory: Path, *, optimizer: bool = True, adapters: bool = True) -> None:
+        """See `TrainingEngine.load`; without `adapters`, these stay as they are."""
         require_open(self._lora is not None, self._part)
         self._require_here("parameters", "optimizer")
         with self._computing("the trainer ranks to load"), self._torn_unless_refused():
-            adapters = self._saved_adapters(directory)
+            saved = self._saved_adapters(directory) if adapters else None
             self._step = self._load_weights(directory, optimizer=optimizer)
             self._clear_gradients()
-        self._open_adapters().restore(adapters)
+        if saved is not None:
+            self._open_adapters().restore(saved, optimizer=optimizer)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
@@ -138,6 +142,20 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         shards, timeout_s = self._weight_shards(dtype), self.config.collective_timeout_s
         with self._collective("the trainer ranks to export the model"):
             export_model(directory, about, shards, self.rank, self._device, timeout_s, adapters.exported)
+
+    @classmethod
+    def export_saved(
+        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
+    ) -> None:
+        """See `TrainingEngine.export_saved`; reads the weights only."""
+        model = model_without_weights(model_dir, head)
+        tensors = checkpoint_tensors(model)
+        runs = checkpoint_runs(model, tensors)
+        adapters = SavedAdapters.read(state)
+        adapters.refuse_layers_beyond(
+            {n.removesuffix(".weight") for run in runs for n in (run.name, run.source)}, state
+        )
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -180,11 +198,11 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         with self._collective("the trainer ranks to export an adapter"):
             tensors, targets = adapters.gathered(name), {pair.site.target for pair in adapter.pairs.values()}
 
-            def write() -> None:
+            def write(partial: Path) -> None:
                 step = adapter.step if with_optimizer and adapter.trained else None
-                write_peft(directory, tensors, adapter.config, targets, self._model_dir, step)
+                write_peft(partial, tensors, adapter.config, targets, self._model_dir, step)
 
-            write_on_rank_zero(write, directory, self.rank, self._device)
+            write_together(directory, lambda _: None, write, self.rank, self._device)
 
     def load_published(self, before_change: Fence, adapter: str) -> None:
         """See `AdapterEngine.load_published`."""
@@ -281,6 +299,17 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             call.batch.check_vocabulary(self._vocabulary)
         return StartedPass(call, adapter, LossSums(denominators))
 
+    def _result(self, run: StartedPass, computed: int, outputs: Mapping[int, SequenceOutputs]) -> BackwardResult:
+        """Sum the losses of a pass over the ranks; it has `computed` tokens and has these `outputs` on this rank. Collective."""
+        total = torch.nn.functional.pad(run.sums.as_tensor(), (0, 1), value=computed)
+        if not self._answers:
+            total.zero_()  # ranks that share matrices or tokens have equal sums
+        dist.all_reduce(total)
+        batch = run.call.batch
+        tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(total[-1])}
+        named = run.sums.named(total[:-1], batch.target_tokens)
+        return BackwardResult(named | tokens, outputs if self._answers else {})
+
     @contextmanager
     def _whole_gradients(self, *adapters: Adapter | None) -> Iterator[None]:
         """Wrap passes: if one fails, the gradients of these mini-batches are dropped completely."""
@@ -299,7 +328,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
         If a norm is not finite, the gradients of all of them are dropped, and `GradientError` names the adapter.
         """
-        adapters, norms = self._open_adapters(), {}
+        norms: dict[str, float] = {}
 
         def clear() -> None:
             for adapter in chosen:
@@ -307,7 +336,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
         with self._collective("the gradients of the other ranks"):
             for adapter in chosen:
-                norms[adapter.name] = adapters.complete_gradients(adapter, scale)
+                norms[adapter.name] = adapter.complete_gradients(scale)
         for adapter in chosen:
             self._refuse_not_finite(norms[adapter.name], adapter.step, clear, f" of {adapter.name!r}")
         return norms

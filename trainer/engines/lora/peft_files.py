@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig
-from ..hf.partial_dir import discard_partial, make_partial, storage_errors
+from ..hf.partial_dir import storage_errors
 from .sites import PART, LoraSite
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,8 +59,12 @@ def read_peft(
         ConfigError: The directory holds no adapter of this configuration and model; it names the key or tensor.
         StorageError: A file cannot be read.
     """
+    from safetensors.torch import load_file  # noqa: PLC0415 - optional
+
     _check_config(directory, _read_config(directory), config)
-    tensors = _read_tensors(directory)
+    path = directory / _TENSORS
+    with storage_errors("read", path):
+        tensors: dict[str, torch.Tensor] = load_file(_existing(path))
     found: dict[str, torch.Tensor] = {}
     wanted = {site.module: site for site in sites}
     targets = {site.target for site in sites}
@@ -96,7 +100,7 @@ def write_peft(
     model_dir: Path,
     step: int | None = None,
 ) -> None:
-    """Write an adapter for `model_dir` under a temporary name next to `directory`, then rename it.
+    """Write the files of an adapter for `model_dir` into `directory`.
 
     `tensors` are full, by `AdapterSlice.key`. With `step`, the number of steps taken, the moments are written, too.
     """
@@ -125,16 +129,10 @@ def write_peft(
             named[peft_name(module, matrix)] = tensor.contiguous()
         else:
             moments[key] = tensor.contiguous()
-    partial = make_partial(directory)
-    try:
-        save_file(named, partial / _TENSORS, metadata={"format": "pt"})
-        if step is not None:
-            save_file(moments, partial / _OPTIMIZER, metadata={"step": str(step)})
-        (partial / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        partial.rename(directory)
-    except BaseException:
-        discard_partial(directory)
-        raise
+    save_file(named, directory / _TENSORS, metadata={"format": "pt"})
+    if step is not None:
+        save_file(moments, directory / _OPTIMIZER, metadata={"step": str(step)})
+    (directory / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def saved_config(directory: Path) -> LoraConfig:
@@ -200,15 +198,6 @@ def _check_config(directory: Path, found: Mapping[str, Any], config: LoraConfig)
 
 def _plain(value: Any) -> str:
     return ", ".join(sorted(value)) if isinstance(value, set) else repr(value)
-
-
-def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file  # noqa: PLC0415 - optional
-
-    path = directory / _TENSORS
-    with storage_errors("read", path):
-        tensors: dict[str, torch.Tensor] = load_file(_existing(path))
-    return tensors
 
 
 def _existing(path: Path) -> Path:

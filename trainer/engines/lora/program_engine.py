@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ...data.sequences import MicroBatch
 from ..contract import STATE_PARTS, Fence
 from ..head import PassQuery
 from ..optimizers.settings import AdamParams
-from ..rank_collectives import require_open
 from .adapter import Adapter
 from .engine import AdaptedEngine
 
@@ -152,21 +150,6 @@ class ProgramEngine(AdaptedEngine):
                 adapter.clear_gradients()
             raise
         return {slot: norms[slot] for slot in slots}
-
-    def save_own_weights(self, directory: Path) -> None:
-        """Save the model's own weights and their optimizer like `save`, but no adapter. Collective."""
-        self._open_adapters()
-        self._require_here("parameters", "optimizer")
-        with self._collective("the trainer ranks to save"):
-            self._save_weights(directory, lambda _: None)
-
-    def load_own_weights(self, directory: Path) -> None:
-        """Load the model's own weights and their optimizer like `load`; adapters stay as they are. Collective."""
-        require_open(self._lora is not None, self._part)
-        self._require_here("parameters", "optimizer")
-        with self._computing("the trainer ranks to load"), self._torn_unless_refused():
-            self._step = self._load_weights(directory, optimizer=True)
-            self._clear_gradients()
 
     @property
     @abstractmethod

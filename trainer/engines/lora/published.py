@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -15,35 +14,6 @@ from ...config import LoraConfig
 from .adapter import Adapter, LoraPair
 from .peft_files import peft_name
 from .sites import MATRICES, PART
-
-
-@dataclass(frozen=True, slots=True)
-class MergedSlice:
-    """A rectangle of a layer's weight on this rank: without the adapter, and with it.
-
-    It is computed in float32 and rounded once, to the dtype on the wire, and always from the model's own weight, so that no
-    error accumulates over steps.
-    """
-
-    pair: LoraPair
-    box: Box
-    """The rectangle of the full weight [rows, columns]."""
-    base: torch.Tensor
-    """The model's own weight, in its dtype."""
-    merged: torch.Tensor
-    """The published weight, in the dtype in which it is sent; its storage never moves."""
-
-    @classmethod
-    def of(cls, pair: LoraPair, box: Box, own: LocalShard) -> MergedSlice:
-        """Merge `pair` into the shard `own` of the model's own weight, the rectangle `box` of a layer's."""
-        merged = torch.empty_like(own.data, dtype=own.spec.dtype, memory_format=torch.contiguous_format)
-        found = cls(pair, box, own.data, merged)
-        found.refresh()
-        return found
-
-    def refresh(self) -> None:
-        """Merge again, after the adapter or the model's weights changed."""
-        merge_slice(self.pair, self.box, self.base, self.merged)
 
 
 @torch.no_grad()

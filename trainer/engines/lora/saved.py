@@ -6,7 +6,7 @@ Tensors are full, so either engine can read them with any number and layout of r
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,10 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
+from ..hf.checkpoint import CheckpointRun
 from ..hf.partial_dir import storage_errors
+from ..hf.training_state import check_state
+from ..optimizers.settings import MOMENTS
 from .sites import DEFAULT, PART
 
 _ABOUT, _TENSORS = "adapters.json", "adapters.safetensors"
@@ -118,8 +121,21 @@ class SavedAdapters:
         return torch.add(weight, up @ down, alpha=self.about[self.published][0].scale)
 
 
-def check_adapters(state: Path, config: TrainerConfig) -> None:
-    """Raise the `ConfigError` with which a newly set up engine of `config` would refuse the adapters in `state`."""
+def check_saved(
+    state: Path,
+    config: TrainerConfig,
+    model: torch.nn.Module,
+    runs: Sequence[CheckpointRun],
+    moments_of: Callable[[str], Collection[str]] = lambda _: MOMENTS,
+) -> None:
+    """Raise the `ConfigError` with which a newly set up engine of `config` would refuse to load `state`. Reads headers.
+
+    `model` may have its parameters on the meta device, and `runs` are its checkpoint tensors. `moments_of` returns the moments of
+    a parameter by its in-memory name.
+    """
+    trained = {name for name, _ in model.named_parameters()} if config.trains_weights else ()
+    moments = {run.name: moments_of(run.source) for run in runs if run.source in trained}
+    check_state(state, {run.name: run.shape for run in runs}, moments)
     own = {} if config.lora is None or config.frozen else {DEFAULT: config.lora}
     SavedAdapters.read(state).refuse_others(own, "".join(own), state)
 

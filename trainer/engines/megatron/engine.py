@@ -9,30 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import Head, TrainerConfig
+from ...config import TrainerConfig
 from ...data.batch import TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..contract import BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..head import PassQuery
-from ..hf.export import ExportedModel
+from ..hf.checkpoint import CheckpointRun, checkpoint_runs, checkpoint_tensors, model_without_weights, stored_weights
 from ..hf.layout import Layout
 from ..hf.model_dir import check_model_dir, kept_types, stored_types
-from ..hf.training_state import TrainedSlice, save_state
+from ..hf.stored_slices import TrainedSlice
+from ..hf.training_state import load_model, resume, save_state
 from ..lora.engine import Keep
 from ..lora.joint import StartedPass
 from ..lora.program_engine import ProgramEngine, ProgramPass
+from ..lora.saved import check_saved
 from ..optimizers.adamw import check_optimizer
 from ..optimizers.settings import AdamParams, Moments
 from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
-from .checkpoint import checkpoint_shapes
-from .loading import check_files, export_state, load_model, resume
-from .model_facts import read_model
+from .model_facts import ModelFacts, read_model
 from .process.layout_check import check_layout, refuse_cpu_beside_cuda
 
 with warnings.catch_warnings():
@@ -58,7 +57,7 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora
     from .model import forget_caches, transformer_config
     from .process.parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
-    from .rows import RowInput, run_chunk
+    from .rows import PackedRow, run_chunk
     from .weights import (
         copy_masters_to_model,
         held_tensors,
@@ -93,26 +92,26 @@ class MegatronEngine(ProgramEngine):
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
         check_optimizer(config.optimizer)
-        shape = read_model(model_dir, config.head).shape
-        check_layout(config, shape, config.ranks)
-        check_files(config, model_dir, shape, state)
+        facts, model, runs = _read(config, model_dir, config.ranks)
+        if state is not None:
+            check_saved(state, config, model, runs)
         if config.lora is not None:
-            check_lora(shape, config.lora)
+            check_lora(facts.shape, {run.name: run.shape for run in runs}, config.lora)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
         check_model_dir(model_dir, self.config.head)
-        self._read(model_dir)
+        self._describe(model_dir)
         self._join(model_dir, seed)
         with self._computing("the trainer ranks to build the model"):
             self._build(seed, {} if self.config.lora is None else stored_types(model_dir))
-            load_model(model_dir, self._facts.shape, self._shapes, self._slices, self._device)
+            load_model(model_dir, self.config.head, self._shapes, self._slices, self._device)
             copy_masters_to_model(self._chunks, self._optimizer)
             self._adapt()
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
-        self._read(model_dir)
+        self._describe(model_dir)
         self._device = torch.device("meta")
         with self._computing("the trainer ranks to build the model"):
             self._build(seed=0, stored={})
@@ -120,11 +119,7 @@ class MegatronEngine(ProgramEngine):
                 self._adapt(torch.device("cpu"))
 
     def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
-        def use(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
-            keep(indices, micro, computed)
-            return torch.zeros((), device=self._device)
-
-        self._run(batch, outputs, use, forward_only=True, top_k=top_k)
+        self._run(batch, outputs, keep, forward_only=True, top_k=top_k)
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
         (one,) = passes
@@ -138,7 +133,7 @@ class MegatronEngine(ProgramEngine):
         with (
             self._computing("the activations and gradients of the other ranks"),
             self._whole_gradients(one.adapter),
-            self._open_adapters().active(one.adapter),
+            self._open_adapters().active_runs([(one.adapter, 0)]),
             nullcontext() if one.adapter is None else frozen(self._chunks),
         ):
             if one.adapter is None:
@@ -149,13 +144,7 @@ class MegatronEngine(ProgramEngine):
             if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
-            totals = torch.nn.functional.pad(sums.as_tensor(), (0, 1), value=computed)
-            if not self._first_of_equals:
-                totals.zero_()
-            dist.all_reduce(totals)
-        tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(totals[-1])}
-        named = sums.named(totals[:-1], batch.target_tokens) | tokens
-        return [BackwardResult(named, found if self._answers else {})]
+            return [self._result(one, computed, found)]
 
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         """Step everything at once: `before_change` is called once, with all names."""
@@ -169,7 +158,7 @@ class MegatronEngine(ProgramEngine):
         for optimizer in inner:
             params.set_in(optimizer.optimizer)
         try:
-            before_change(list(self._shapes))
+            before_change(self._changing)
         except BaseException:
             self._clear_gradients()  # they are summed over the ranks already, so no more may be accumulated
             raise
@@ -194,18 +183,11 @@ class MegatronEngine(ProgramEngine):
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
         gather_parameters(self._chunks)
         moments = moments_of(self._optimizer)
-        state = self._facts.shape, self._trained_slices(moments), moments
-        step = resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
+        state = self._shapes, self._trained_slices(moments), self.rank, self._device
+        step = resume(directory, self.config.head, *state, optimizer=optimizer)
         restore_moments(self._optimizer, moments)
         copy_masters_to_model(self._chunks, self._optimizer)
         return step
-
-    @classmethod
-    def export_saved(
-        cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
-    ) -> None:
-        """See `TrainingEngine.export_saved`."""
-        export_state(state, read_model(model_dir, head).shape, ExportedModel(model_dir, head, dtype), directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -221,12 +203,6 @@ class MegatronEngine(ProgramEngine):
     def data_share(self) -> tuple[int, int]:
         """See `AdaptedEngine.data_share`."""
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-
-    @property
-    def _first_of_equals(self) -> bool:
-        """Whether this rank is the first of those that share matrices or tokens with it, which have equal losses and outputs."""
-        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
-        return ranks == (0, 0)
 
     @property
     def _pass_tokens(self) -> int:
@@ -251,12 +227,13 @@ class MegatronEngine(ProgramEngine):
         with self._collective(waiting_for), answered:
             yield
 
-    def _read(self, model_dir: Path) -> None:
-        """Read the facts about the model and its checkpoint that are needed to build it, and check the layout."""
-        self._facts = read_model(model_dir, self.config.head)
+    def _describe(self, model_dir: Path) -> None:
+        """Read the facts about the model and its checkpoint that are needed to build it, and check files and layout."""
+        self._facts, model, runs = _read(self.config, model_dir, self.world)
         self._vocabulary = self._facts.shape.vocab
-        check_layout(self.config, self._facts.shape, self.world)
-        self._shapes = checkpoint_shapes(self._facts.shape)
+        trained = {name for name, _ in model.named_parameters()}
+        self._changing = [run.name for run in runs if run.source in trained]
+        self._shapes = {run.name: run.shape for run in runs}
         self._kept = kept_types(model_dir, self._shapes)
 
     def _build(self, seed: int, stored: Mapping[str, torch.dtype]) -> None:
@@ -272,13 +249,14 @@ class MegatronEngine(ProgramEngine):
         self._clear_gradients()
 
     def _trained_slices(self, moments: Moments | None = None) -> list[TrainedSlice]:
-        return weight_slices(self._chunks, self._optimizer, self._facts.shape, self._coordinates, moments)
+        where = self._facts.shape, self._shapes, self._coordinates
+        return weight_slices(self._chunks, self._optimizer, *where, moments)
 
     train = TrainingEngine.train  # this engine has no dropout
 
     def _adapt(self, device: torch.device | None = None) -> None:
         """Prepare the built model for adapters."""
-        where = self._coordinates, self.config.megatron
+        where = self._shapes, self._coordinates, self.config.megatron
         self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, *where), device)
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
@@ -300,7 +278,7 @@ class MegatronEngine(ProgramEngine):
         self,
         batch: TokenBatch,
         wanted: Collection[OutputName],
-        use: Callable[[list[int], MicroBatch, ModelOutputs], torch.Tensor],
+        use: Callable[[list[int], MicroBatch, ModelOutputs], torch.Tensor | None],
         *,
         forward_only: bool,
         top_k: int = 0,
@@ -308,7 +286,7 @@ class MegatronEngine(ProgramEngine):
         """Run this rank's share of `batch` through megatron-core's schedule: forward, and backward unless `forward_only`.
 
         On the last pipeline stage, `use` takes the indices of a micro-batch's sequences, the micro-batch and the model's outputs
-        for it, and returns its part of the loss. Returns how many tokens were computed, on that stage.
+        for it, and returns its part of the loss, if there is one. Returns how many tokens were computed, on that stage.
         """
         share, computed = self._micro_batches(batch), 0
         replayed = self._facts.shape if self.config.router_replay else None
@@ -316,15 +294,16 @@ class MegatronEngine(ProgramEngine):
         def forward(parts: Iterator[tuple[list[int], Layout]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             indices, laid_out = next(parts)
             micro = laid_out.micro
-            row = RowInput.of(laid_out, self.config.megatron, replayed)
+            row = PackedRow.of(laid_out, self.config.megatron, replayed)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
                 nonlocal computed
                 computed += sum(laid_out.counts) if indices else 0
                 query = PassQuery.of_targets(micro, wanted, top_k)
-                answer = head_answer(hidden[0], head_of(chunk), row.asked(query), self._vocabulary)
+                answer = head_answer(hidden[0], head_of(chunk), row.layout.asked(query), self._vocabulary)
                 loss = use(indices, micro, ModelOutputs.at(query.rows, micro, answer))
-                return loss, torch.zeros((), dtype=torch.int, device=hidden.device), {}
+                nothing = torch.zeros((), dtype=torch.int, device=hidden.device)
+                return nothing.float() if loss is None else loss, nothing, {}
 
             return run_chunk(chunk, row), finish
 
@@ -367,9 +346,9 @@ class MegatronEngine(ProgramEngine):
         (chunk,) = self._chunks
         gather_parameters(self._chunks)
         with frozen(self._chunks) if tokens.adapters else nullcontext():
-            row = RowInput.of(tokens.laid_out, self.config.megatron)
+            row = PackedRow.of(tokens.laid_out, self.config.megatron)
             (hidden,) = run_chunk(chunk, row)
-            return head_answer(hidden, head_of(chunk), row.asked(query), self._vocabulary)
+            return head_answer(hidden, head_of(chunk), row.layout.asked(query), self._vocabulary)
 
     def _run_backward(
         self, tokens: ProgramPass, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -393,4 +372,20 @@ class MegatronEngine(ProgramEngine):
 
     @property
     def _answers(self) -> bool:
-        return bool(parallel_state.is_pipeline_last_stage()) and self._first_of_equals
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        return bool(parallel_state.is_pipeline_last_stage()) and ranks == (0, 0)
+
+
+def _read(
+    config: TrainerConfig, model_dir: Path, ranks: int
+) -> tuple[ModelFacts, torch.nn.Module, list[CheckpointRun]]:
+    """Return the facts about a model, transformers' model without weights, and its checkpoint tensors.
+
+    Raises `ConfigError` for a model, files or a layout with which `ranks` ranks cannot train.
+    """
+    facts = read_model(model_dir, config.head)
+    check_layout(config, facts.shape, ranks)
+    model = model_without_weights(model_dir, config.head)
+    runs = checkpoint_runs(model, checkpoint_tensors(model))
+    stored_weights(model, model_dir, config.head, {run.name: run.shape for run in runs})
+    return facts, model, runs

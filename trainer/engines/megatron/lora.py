@@ -1,16 +1,16 @@
 """Adapters of megatron-core's parallel linear layers, under the names of the Hugging Face layers that these fuse or split.
 
 Each Hugging Face layer has its own A and B: ``linear_qkv`` has three pairs, and ``linear_fc1`` two. The outputs of the B's are
-arranged like the rows of the fused matrix (see `checkpoint.names`). Ranks exchange only tensors of the adapter's rank. Each
-expert's layers have their own, too, on the rank of expert parallelism that has the expert; all tokens of the expert are there.
+arranged like the rows of the fused matrix (see `checkpoint`). Ranks exchange only tensors of the adapter's rank. Each expert's
+layers have their own, too, on the rank of expert parallelism that has the expert; all tokens of the expert are there.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -28,39 +28,40 @@ from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.sites import LoraSite, chosen_sites
-from .checkpoint import CheckpointShape, Coordinates, checkpoint_shapes
-from .layers import GroupedExperts, GroupedLinear
-from .weights import unwrapped
+from .checkpoint import CheckpointSlice, Coordinates
+from .layers import GroupedLinear
+from .model_facts import CheckpointShape
+from .weights import parameter_pieces, unwrapped
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """A linear layer of megatron-core, and the checkpoint's layers that it fuses, in the order of its rows."""
+    """A linear layer of megatron-core, and the checkpoint's layers that it fuses."""
 
-    linear: torch.nn.Module
+    linear: Any
     sites: tuple[LoraSite, ...]
-    group_rows: tuple[int, ...]
-    """Contiguous rows of each of `sites` in the fused matrix. A rank's rows are a sequence of groups, each with these rows.
-
-    In grouped experts, these are the rows of one expert, and `sites` are those of one expert after the other.
-    """
-    cut: _Cut
+    """In the order of their first rows. In grouped experts, those of one expert come after those of the other."""
+    order: torch.Tensor | None
+    """int64 [rows]: where each row is among those of `sites`, one site after the other; None where that is their order."""
     sequence_parallel: bool
-    ranks: tuple[int, int] = (0, 1)
-    """Rank and number of ranks of tensor parallelism, if each has rows of the gate and of up out of one fused layer's B."""
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether tensor parallelism cuts it by columns."""
+        return self.sites[0].splits("A")
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether tensor parallelism cuts it by rows. An uncut layer is on every rank, or is an expert's."""
+        return len(self.linear.weight) < sum(site.rows for site in self.sites)
 
 
-_Cut = Literal["rows", "columns", "", "expert"]
-"""How tensor parallelism cuts a layer: by rows, by columns, or not at all.
-
-A layer that is not cut is on every rank, each with its own positions under sequence parallelism, or in an ``expert``.
-"""
-
-
-def check_lora(model: CheckpointShape, config: LoraConfig) -> None:
-    """Raise `ConfigError` for an adapter with a target that the model does not have."""
+def check_lora(model: CheckpointShape, shapes: Shapes, config: LoraConfig) -> None:
+    """Raise `ConfigError` for an adapter with a target that the model, of which a checkpoint has `shapes`, does not have."""
     _refuse_linear_attention(model)
-    layers = _linear_layers(model).items()
+    layers = _linear_layers(shapes).items()
     chosen_sites([LoraSite(name, *shape, (0, shape[0]), (0, shape[1])) for name, shape in layers], config)
 
 
@@ -76,10 +77,11 @@ def _refuse_linear_attention(model: CheckpointShape) -> None:
 class MegatronAdapted:
     """megatron-core's layers on this rank, for `Adapters`."""
 
-    def __init__(self, chunks: Sequence[Any], model: CheckpointShape, at: Coordinates, layout: MegatronConfig) -> None:
-        self._chunks = [unwrapped(chunk) for chunk in chunks]
-        self._model, self._at, self._sequence_parallel = model, at, layout.sequence_parallel
-        self._linears = _linear_layers(model)
+    def __init__(
+        self, chunks: Sequence[Any], model: CheckpointShape, shapes: Shapes, at: Coordinates, layout: MegatronConfig
+    ) -> None:
+        self._chunks, self._model, self._at = chunks, model, at
+        self._sequence_parallel, self._linears = layout.sequence_parallel, _linear_layers(shapes)
         self.weights = {f"{name}.weight": (name, 0) for name in self._linears}
         self.groups = LoraGroups(
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -94,97 +96,60 @@ class MegatronAdapted:
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
         _refuse_linear_attention(self._model)
-        layers = [
-            fused for chunk in self._chunks for layer in chunk.decoder.layers for fused in self._fused_layers(layer)
-        ]
-        for fused in layers:
-            fused.linear.register_forward_hook(_beside(fused, pair_of))
-        for chunk in self._chunks:
+        pieces, sites = parameter_pieces(self._chunks, self._model, self._at), list[LoraSite]()
+        for chunk in map(unwrapped, self._chunks):
+            for module in chunk.decoder.layers.modules():
+                weight = module._parameters.get("weight")
+                held = [] if weight is None else pieces[weight]
+                if held and all(piece.name in self.weights for piece in held):
+                    fused = self._fused(module, held)
+                    module.register_forward_hook(_beside(fused, pair_of))
+                    sites += fused.sites
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_ask_for_gradient)
-        return [site for fused in layers for site in fused.sites], self._linears
+        return sites, self._linears
 
-    def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
-        """Yield the linear layers of one decoder layer."""
-        model, prefix = self._model, f"model.layers.{layer.layer_number - 1}"
-        yield from self._attention(layer.self_attention, f"{prefix}.self_attn")
-        if not model.has_experts(layer.layer_number - 1):
-            yield from self._feed_forward(layer.mlp, f"{prefix}.mlp", model.intermediate)
-            return
-        if model.gpt_oss:
-            return  # as in transformers, its experts are no linear layers
-        first, experts = self._at.first_expert(model), layer.mlp.experts
-        if isinstance(experts, GroupedExperts):
-            each = range(first, first + model.experts // self._at.expert_size)
-            paths, rows = [f"{prefix}.mlp.experts.{number}" for number in each], model.expert_intermediate
-            both = [f"{path}.{name}" for path in paths for name in ("gate_proj", "up_proj")]
-            yield self._fused(experts.linear_fc1, both, (rows, rows), "expert")
-            yield self._fused(experts.linear_fc2, [f"{path}.down_proj" for path in paths], (), "expert")
-        else:
-            for number, expert in enumerate(experts.local_experts, first):
-                path = f"{prefix}.mlp.experts.{number}"
-                yield from self._feed_forward(expert, path, model.expert_intermediate, "expert")
-        if model.shared_intermediate:
-            shared = layer.mlp.shared_experts
-            yield from self._feed_forward(shared, f"{prefix}.mlp.shared_experts", model.shared_intermediate)
+    def _fused(self, linear: Any, pieces: Sequence[CheckpointSlice]) -> _Fused:
+        """Describe a layer whose matrix is `pieces`, in the order of its rows."""
+        by_layer: dict[str, list[CheckpointSlice]] = {}
+        for piece in pieces:
+            by_layer.setdefault(piece.name.removesuffix(".weight"), []).append(piece)
+        sites = tuple(self._site(module, held) for module, held in by_layer.items())
+        first, before = dict[str, int](), 0
+        for site in sites:
+            first[f"{site.module}.weight"] = before - site.held_rows[0]
+            before += site.held_rows[1]
+        starts = [first[piece.name] + piece.starts[0] for piece in pieces]
+        counts = [piece.box.shape[0] for piece in pieces]
+        order = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        in_order = torch.equal(order, torch.arange(before))
+        place = None if in_order else order.to(linear.weight.device)
+        return _Fused(linear, sites, place, self._sequence_parallel)
 
-    def _attention(self, attention: Any, prefix: str) -> Iterator[_Fused]:
-        model = self._model
-        if model.latent is None:
-            names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
-            yield self._fused(attention.linear_qkv, names, (model.queries, model.head_dim, model.head_dim), "rows")
-        else:
-            projections: dict[str, tuple[str, _Cut]] = (
-                {"q_a_proj": ("linear_q_down_proj", ""), "q_b_proj": ("linear_q_up_proj", "rows")}
-                if model.latent.query_rank
-                else {"q_proj": ("linear_q_proj", "rows")}
-            )
-            projections |= {
-                "kv_a_proj_with_mqa": ("linear_kv_down_proj", ""),
-                "kv_b_proj": ("linear_kv_up_proj", "rows"),
-            }
-            for name, (linear, cut) in projections.items():
-                yield self._fused(getattr(attention, linear), [f"{prefix}.{name}"], (), cut)
-        yield self._fused(attention.linear_proj, [f"{prefix}.o_proj"], (), "columns")
-
-    def _feed_forward(self, mlp: Any, prefix: str, intermediate: int, kind: _Cut = "") -> Iterator[_Fused]:
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        half = intermediate if kind else intermediate // ranks
-        if self._model.fused_gate:
-            whole = self._site(f"{prefix}.gate_up_proj", "rows", held_whole=True)
-            place = self._at.tensor_rank, ranks
-            yield _Fused(mlp.linear_fc1, (whole,), (2 * half,), "rows", self._sequence_parallel, place)
-        else:
-            both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-            yield self._fused(mlp.linear_fc1, both, (half, half), kind or "rows")
-        yield self._fused(mlp.linear_fc2, [f"{prefix}.down_proj"], (), kind or "columns")
-
-    def _fused(self, linear: Any, names: Sequence[str], group_rows: tuple[int, ...], cut: _Cut) -> _Fused:
-        """Describe a layer; empty `group_rows` for one that fuses nothing."""
-        sites = tuple(self._site(name, cut) for name in names)
-        return _Fused(linear, sites, group_rows or (sites[0].held_rows[1],), cut, self._sequence_parallel)
-
-    def _site(self, module: str, cut: _Cut, *, held_whole: bool = False) -> LoraSite:
-        """Describe an adapter's part on this rank; `held_whole` for a B of which it has all rows, and computes with some."""
+    def _site(self, module: str, held: Sequence[CheckpointSlice]) -> LoraSite:
+        """Describe an adapter's part on this rank, which has the rectangles `held` of the layer's weight."""
         rows, columns = self._linears[module]
-        split = (rows if cut == "rows" else columns) // parallel_state.get_tensor_model_parallel_world_size()
-        part = (self._at.tensor_rank * split, split)
-        held_rows, held_columns = part if cut == "rows" else (0, rows), part if cut == "columns" else (0, columns)
-        # Each rank of sequence parallelism has the gradient of its own positions only. An expert's rank has that of all.
-        positions = {"rows": "A", "columns": "B", "": "AB", "expert": ""}[cut] if self._sequence_parallel else ""
-        if held_whole:
-            held_rows, positions = (0, rows), f"{positions}B"
-        return LoraSite(module, rows, columns, held_rows, held_columns, frozenset(positions), cut == "expert")
+        first, count = min(piece.starts[0] for piece in held), sum(piece.box.shape[0] for piece in held)
+        is_run = max(piece.starts[0] + piece.box.shape[0] for piece in held) == first + count
+        # B is whole where the rank computes with rows in several places: those of the gate and of up in one layer.
+        held_rows = (first, count) if is_run else (0, rows)
+        held_columns = held[0].starts[1], held[0].box.shape[1]
+        partial, expert = "" if is_run else "B", ".experts." in module
+        if self._sequence_parallel and not expert:
+            # Each rank has the gradient of its own positions only: of the inputs, of the outputs, or of both.
+            by_rows, by_columns = count < rows, held_columns[1] < columns
+            partial += "A" if by_rows else "B" if by_columns else "AB"
+        return LoraSite(module, rows, columns, held_rows, held_columns, frozenset(partial), expert)
 
 
-def _linear_layers(model: CheckpointShape) -> dict[str, tuple[int, int]]:
+def _linear_layers(shapes: Shapes) -> dict[str, tuple[int, int]]:
     """Return rows and columns of the linear layers in all decoder layers of the model, by name, in the checkpoint's order.
 
     The router is none of them, as in transformers.
     """
     inner = re.compile(r"model\.layers\.\d+\..+_(proj|mqa)\.weight")
-    shapes = checkpoint_shapes(model).items()
-    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes if inner.fullmatch(name)}
+    found = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if inner.fullmatch(name)}
+    return {name: (shape[0], shape[1]) for name, shape in found.items()}
 
 
 def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None:
@@ -199,7 +164,7 @@ def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None
 
 def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
     """Return the hook that adds the adapters' output to that of a linear layer, which is a tensor and a bias."""
-    add = _by_columns if fused.cut == "columns" else _by_rows
+    add = _by_columns if fused.splits_columns else _by_rows
     if isinstance(fused.linear, GroupedLinear):
         add = _by_experts
 
@@ -220,30 +185,24 @@ def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tens
     With sequence parallelism, the input is this rank's part of the sequence.
     """
     low = torch.cat([pair.lowered(given) for pair in pairs if pair is not None], dim=-1)
-    if fused.cut != "rows":
-        pass  # the input is all that this rank's rows are computed from
-    elif fused.sequence_parallel:
+    if fused.splits_rows and fused.sequence_parallel:
         low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-    else:
+    elif fused.splits_rows:
         low = copy_to_tensor_model_parallel_region(low)
     lows = iter(torch.split(low, [pair.width for pair in pairs if pair is not None], dim=-1))
-    groups = 1 if fused.ranks[1] > 1 else fused.sites[0].held_rows[1] // fused.group_rows[0]
-    parts = []
-    for pair, rows in zip(pairs, fused.group_rows, strict=True):
-        if pair is None:
-            parts.append(low.new_zeros(*low.shape[:-1], groups, rows))
-            continue
-        raised, (rank, ranks) = pair.raised(next(lows)), fused.ranks
-        if ranks > 1:
-            raised = raised.view(*low.shape[:-1], 2, ranks, -1)[..., rank, :].flatten(-2)
-        parts.append(raised.view(*low.shape[:-1], groups, rows))
-    return torch.cat(parts, dim=-1).flatten(-2)
+    parts = [
+        low.new_zeros(*low.shape[:-1], site.held_rows[1]) if pair is None else pair.raised(next(lows))
+        for site, pair in zip(fused.sites, pairs, strict=False)  # of grouped experts, `pairs` are those of one
+    ]
+    joined = torch.cat(parts, dim=-1)
+    return joined if fused.order is None else joined.index_select(-1, fused.order)
 
 
 def _by_experts(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
     """Compute the adapters' output for grouped experts: [tokens, rows], from [tokens, columns], sorted by expert."""
     assert isinstance(fused.linear, GroupedLinear)
-    layers, counts = len(fused.group_rows), fused.linear.counts.tolist()
+    counts = fused.linear.counts.tolist()
+    layers = len(pairs) // len(counts)
     parts = [
         _by_rows(fused, pairs[layers * expert : layers * (expert + 1)], tokens)
         for expert, tokens in enumerate(torch.split(given, counts))

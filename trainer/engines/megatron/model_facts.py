@@ -10,7 +10,6 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import Head
-from .checkpoint import CheckpointShape, DeltaShape, LatentShape
 
 _PART = "megatron engine"
 _GLM = ("glm", "glm4")
@@ -25,6 +24,101 @@ _SWIGLU_ALPHA = 1.702
 """The factor in GPT-OSS's activation; megatron-core's is fixed."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings that are fixed in megatron-core's scaling of rotary frequencies; only ``factor`` can be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """The sizes of multi-latent attention (DeepSeek-V2, arXiv 2405.04434), per head unless stated otherwise."""
+
+    query_rank: int
+    """Length of the queries' latent vector, for all heads; 0 if queries are projected directly, without one."""
+    rank: int
+    """Length of the latent vector of keys and values, for all heads."""
+    plain_dim: int
+    """Size of a head of queries and keys, without the rotary part."""
+    rotary_dim: int
+    """Size of the rotary part, which all heads of the keys share."""
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
+    """The sizes of Qwen3-Next's linear attention by the gated delta rule (arXiv 2412.06464)."""
+
+    layers: frozenset[int]
+    """Layers that have it in the place of attention, counted from 0."""
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`: as many heads of values share a head of queries and keys."""
+    key_dim: int
+    """Size of a head of queries and keys."""
+    value_dim: int
+    kernel: int
+    """Tokens that the convolution of queries, keys and values sees."""
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Rows of all queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointShape:
+    """The sizes of a decoder-only model, as its Hugging Face configuration has them."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    """Hidden size of the dense feed-forward layers; 0 when every layer has experts."""
+    heads: int
+    groups: int
+    """Number of key and value heads."""
+    head_dim: int
+    vocab: int
+    tied: bool
+    qk_norm: bool = False
+    """Whether queries and keys are normalised by head."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    experts: int = 0
+    expert_intermediate: int = 0
+    dense_layers: int = 0
+    """Number of layers without experts, the first ones, in a model with experts."""
+    shared_intermediate: int = 0
+    """Hidden size of all shared experts together, which every token goes through; 0 without any."""
+    expert_bias: bool = False
+    """Whether a bias, which is not trained, is added in choosing experts."""
+    fused_gate: bool = False
+    """Whether ``gate_proj`` and ``up_proj`` are one tensor ``gate_up_proj``, the gate's rows first."""
+    output_norms: bool = False
+    """Whether the outputs of attention and feed-forward layers are normalised, too, before they are added."""
+    gpt_oss: bool = False
+    """Whether heads have sinks, all layers biases, and experts are stacked in tensors [experts, columns, rows], as in GPT-OSS."""
+    delta: DeltaShape | None = None
+    """Sizes of linear attention; None without it. With it, attention and shared experts have gates of their outputs."""
+    valued: bool = False
+    """Whether it is a critic: its head has one row and a bias, and `tied` is False."""
+    latent: LatentShape | None = None
+    """Sizes of multi-latent attention, with which `groups` and `head_dim` have no meaning; None without it."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a decoder layer, counted from 0, has experts."""
+        return bool(self.experts) and layer >= self.dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether a decoder layer, counted from 0, has linear attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    @property
+    def shared_experts(self) -> str:
+        """Name of the shared experts within a layer's ``mlp``."""
+        return "shared_expert" if self.delta else "shared_experts"
+
+    @property
+    def queries(self) -> int:
+        """Rows of one group's queries."""
+        return self.heads // self.groups * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +224,30 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
 _Refuse = Callable[[str], ConfigError]
 
 
+def _shape(config: Any, **more: Any) -> CheckpointShape:
+    """Return the sizes that configurations name alike; `more` are the others, and replace those."""
+    heads = config.num_attention_heads
+    alike = {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": heads,
+        "groups": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "vocab": config.vocab_size,
+        "tied": bool(config.tie_word_embeddings),
+    }
+    return CheckpointShape(**{**alike, **more})
+
+
 def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | None]:
     """Read the configuration of Qwen2, Qwen3, Llama, Qwen3-MoE, Qwen3-Next, GLM or GLM-4."""
     gated = config.model_type == "qwen3_next"
     moe = gated or config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
-    heads = config.num_attention_heads
-    shape = CheckpointShape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+    shape = _shape(
+        config,
         intermediate=0 if moe else config.intermediate_size,
-        heads=heads,
-        groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
         qk_norm=config.model_type.startswith("qwen3"),
         qkv_bias=config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False)),
         experts=config.num_experts if moe else 0,
@@ -175,16 +277,9 @@ def _gpt_oss(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
         raise refuse("has no biases in its attention")
     if config.swiglu_alpha != _SWIGLU_ALPHA:
         raise refuse(f"has swiglu_alpha={config.swiglu_alpha:g}")
-    shape = CheckpointShape(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
+    shape = _shape(
+        config,
         intermediate=0,
-        heads=config.num_attention_heads,
-        groups=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        qk_norm=False,
         qkv_bias=True,
         experts=config.num_local_experts,
         expert_intermediate=config.intermediate_size,
@@ -210,34 +305,28 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
     # transformers ranks groups by their two best experts, or by the best one; megatron-core by as many as a token uses of each.
     if grouped and choices // chosen != (2 if third else 1):
         raise refuse(f"chooses {choices} experts in {chosen} of {groups} groups")
-    heads = config.num_attention_heads
-    shape = CheckpointShape(
-        layers=layers,
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size if dense else 0,
-        heads=heads,
-        groups=heads if latent else config.num_key_value_heads,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim
-        if latent
-        else getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        qk_norm=not latent and bool(config.use_qk_norm),
-        qkv_bias=not latent and bool(config.attention_bias),
-        experts=config.n_routed_experts,
-        expert_intermediate=config.moe_intermediate_size,
-        dense_layers=dense,
-        shared_intermediate=config.moe_intermediate_size * config.n_shared_experts,
-        expert_bias=third,
-        latent=LatentShape(
+    attention: dict[str, Any] = {}
+    if latent:
+        sizes = LatentShape(
             query_rank=config.q_lora_rank or 0,
             rank=config.kv_lora_rank,
             plain_dim=config.qk_nope_head_dim,
             rotary_dim=config.qk_rope_head_dim,
             value_dim=config.v_head_dim,
         )
-        if latent
-        else None,
+        head_dim = sizes.plain_dim + sizes.rotary_dim
+        attention = {"latent": sizes, "groups": config.num_attention_heads, "head_dim": head_dim}
+    else:
+        attention = {"qk_norm": bool(config.use_qk_norm), "qkv_bias": bool(config.attention_bias)}
+    shape = _shape(
+        config,
+        intermediate=config.intermediate_size if dense else 0,
+        experts=config.n_routed_experts,
+        expert_intermediate=config.moe_intermediate_size,
+        dense_layers=dense,
+        shared_intermediate=config.moe_intermediate_size * config.n_shared_experts,
+        expert_bias=third,
+        **attention,
     )
     routing = Routing(
         choices,

@@ -24,10 +24,11 @@ from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
-from ..hf.training_state import TrainedSlice
+from ..hf.stored_slices import TrainedSlice
 from ..optimizers.adamw import AdamW
-from ..optimizers.settings import MOMENTS, Moments
-from .checkpoint import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
+from ..optimizers.settings import MOMENTS, STEP, Moments
+from .checkpoint import CheckpointSlice, Coordinates, pieces_of
+from .model_facts import CheckpointShape
 
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
@@ -46,7 +47,7 @@ class FrozenWeights:
         at: Coordinates,
         stored: Mapping[str, torch.dtype],
     ) -> None:
-        pieces = _pieces(chunks, model, at)
+        pieces = parameter_pieces(chunks, model, at)
         self.masters = []
         """Pairs of a parameter and its master, which is the parameter itself if its dtype has the checkpoint's values."""
         for parameter in (each for chunk in chunks for each in chunk.parameters()):
@@ -78,15 +79,18 @@ def weight_slices(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | FrozenWeights,
     model: CheckpointShape,
+    names: Iterable[str],
     at: Coordinates,
     moments: Moments | None = None,
 ) -> list[TrainedSlice]:
-    """List every slice whose master weight is on this rank, in the order of `checkpoint_shapes`; with their `moments`, if given.
+    """List every slice whose master weight is on this rank, in the order of `names`; with their `moments`, if given.
+
+    `names` are those of all tensors of the checkpoint.
 
     Raises `ConfigError` for a parameter that belongs to no checkpoint tensor.
     """
-    pieces = _pieces(chunks, model, at)
-    found: dict[str, list[TrainedSlice]] = {name: [] for name in checkpoint_shapes(model)}
+    pieces = parameter_pieces(chunks, model, at)
+    found: dict[str, list[TrainedSlice]] = {name: [] for name in names}
     for master in _masters(optimizer):
         for weight in _cut(master, (moments or {}).get(master.weight, {}), pieces[master.parameter]):
             found[weight.name].append(weight)
@@ -160,22 +164,22 @@ def megatron_optimizer(
 def moments_of(optimizer: MegatronOptimizer | FrozenWeights) -> Moments:
     """Return the moments and step count of every master weight, as `AdamW.moments_of`."""
     return {
-        master: inner.optimizer.moments_of(master)
+        master.weight: inner.optimizer.moments_of(master.weight)
         for inner in inner_optimizers(optimizer)
-        for _, _, master in _pairs(inner)
+        for master in _masters_in(inner)
     }
-
-
-def moment_memory(optimizer: MegatronOptimizer | FrozenWeights) -> list[torch.Tensor]:
-    """List the tensors that hold the optimizer's state on this rank."""
-    return [tensor for inner in inner_optimizers(optimizer) for tensor in inner.optimizer.memory]
 
 
 def restore_moments(optimizer: MegatronOptimizer | FrozenWeights, moments: Moments) -> None:
     """Hold what was changed in those of `moments_of` that are copies."""
     for inner in inner_optimizers(optimizer):
-        for _, _, master in _pairs(inner):
-            inner.optimizer.restore(master, moments[master])
+        for master in _masters_in(inner):
+            inner.optimizer.restore(master.weight, moments[master.weight])
+
+
+def moment_memory(optimizer: MegatronOptimizer | FrozenWeights) -> list[torch.Tensor]:
+    """List the tensors that hold the optimizer's state on this rank."""
+    return [tensor for inner in inner_optimizers(optimizer) for tensor in inner.optimizer.memory]
 
 
 def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | FrozenWeights) -> None:
@@ -194,7 +198,7 @@ def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | 
             chunk.start_param_sync(force_sync=True)
 
 
-def _pieces(
+def parameter_pieces(
     chunks: Sequence[torch.nn.Module], model: CheckpointShape, at: Coordinates
 ) -> dict[torch.Tensor, list[CheckpointSlice]]:
     """Return the checkpoint slices of every parameter, and of every buffer in a checkpoint, by tensor."""
@@ -218,32 +222,31 @@ def _pieces(
     return pieces
 
 
-def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterator[_Master]:
+def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterable[_Master]:
     if isinstance(optimizer, FrozenWeights):
-        yield from (_Master(parameter, 0, master) for parameter, master in optimizer.masters)
-        return
-    for inner in inner_optimizers(optimizer):
-        yield from (_Master(*each) for each in _pairs(inner))
+        return [_Master(parameter, 0, master) for parameter, master in optimizer.masters]
+    return [master for inner in inner_optimizers(optimizer) for master in _masters_in(inner)]
 
 
-def _pairs(inner: Any) -> Iterable[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """Yield each model parameter, the first element of its run, and the tensor that the optimizer steps for it."""
+def _masters_in(inner: Any) -> Iterator[_Master]:
+    """Yield what one of megatron-core's optimizers steps."""
     if isinstance(inner, DistributedOptimizer):
         for models, masters in (
             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
             (inner.model_fp32_groups, inner.shard_fp32_groups),
         ):
             for parameter, master in _zipped(models, masters):
-                yield parameter, inner._get_model_param_range_map(parameter)["param"].start, master
+                yield _Master(parameter, inner._get_model_param_range_map(parameter)["param"].start, master)
     elif isinstance(inner, Float16OptimizerWithFloat16Params):
-        for parameter, master in _zipped(inner.float16_groups, inner.fp32_from_float16_groups):
-            yield parameter, 0, master
-        for parameter, master in _zipped(inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups):
-            yield parameter, 0, master
+        for models, masters in (
+            (inner.float16_groups, inner.fp32_from_float16_groups),
+            (inner.fp32_from_fp32_groups, inner.fp32_from_fp32_groups),
+        ):
+            for parameter, master in _zipped(models, masters):
+                yield _Master(parameter, 0, master)
     else:
         for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, 0, parameter
+            yield from (_Master(parameter, 0, parameter) for parameter in group["params"])
 
 
 def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> Iterator[tuple[Any, Any]]:
@@ -257,6 +260,7 @@ def _cut(
     """Yield the parts of `pieces` inside the run of `master`, as slices of weight and moments."""
     flat = master.weight.detach().view(-1)
     flats = {key: moments[key].view(-1) for key in MOMENTS if key in moments}
+    steps = {STEP: moments[STEP]} if STEP in moments else {}
     at = 0
     for box in boxes_of_run(tuple(master.parameter.shape), master.start, master.weight.numel()):
         weight, *averages = (each[at : at + box.numel].view(box.shape) for each in (flat, *flats.values()))
@@ -267,7 +271,7 @@ def _cut(
                 continue
             index = common.within(box).index
             views = {key: piece.turned(average[index]) for key, average in zip(flats, averages, strict=True)}
-            yield TrainedSlice(piece.name, piece.place(common), piece.turned(weight[index]), views)
+            yield TrainedSlice(piece.name, piece.place(common), piece.turned(weight[index]), views | steps)
 
 
 def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:

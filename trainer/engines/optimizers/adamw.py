@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,17 +38,17 @@ class AdamW(torch.optim.AdamW):
         super().__init__([{"params": []}], fused=True)
         # torch would refuse the master weights of megatron-core, which are computed from its parameters.
         self.param_groups = [{**self.defaults, **group} for group in groups]
-        hold = _HOLD[name]
         for parameter in self._parameters:
             local = local_part(parameter)
             self.state[parameter] = {
                 "step": torch.zeros((), device=local.device),
-                **{key: hold(torch.zeros_like(local), key) for key in MOMENTS},
+                # squares are not negative
+                **{key: _held(torch.zeros_like(local), name, signed=key == "exp_avg") for key in MOMENTS},
             }
 
     def moments_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """This rank's part of the moments of a parameter, and its step count; float32 copies on the CPU if held in 8 bits."""
-        return {key: _plain(each) for key, each in self.state[parameter].items()}
+        return {key: _out_of_8_bits(each, torch.device("cpu")) for key, each in self.state[parameter].items()}
 
     def restore(self, parameter: torch.Tensor, moments: Mapping[str, torch.Tensor]) -> None:
         """Hold those of `moments_of` that are copies, with what was changed in them."""
@@ -83,7 +83,7 @@ class AdamW(torch.optim.AdamW):
 
     def _step(self, group: Mapping[str, Any], gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         states = [self.state[parameter] for parameter in gradients]
-        wide = {key: [_in_32_bits(state[key]) for state in states] for key in MOMENTS}
+        wide = {key: [_out_of_8_bits(state[key], state[key].device).float() for state in states] for key in MOMENTS}
         adamw(
             [local_part(parameter) for parameter in gradients],
             [local_part(_placed_as(parameter, gradient)) for parameter, gradient in gradients.items()],
@@ -116,23 +116,16 @@ def check_optimizer(name: OptimizerName) -> None:
         )
 
 
-def _in_8_bits(moment: torch.Tensor, key: str) -> torch.Tensor:
-    if moment.numel() % _BLOCK or not moment.numel() or not moment.is_contiguous():
+def _held(moment: torch.Tensor, name: OptimizerName, *, signed: bool) -> torch.Tensor:
+    """Return `moment`, float32 zeros, as the optimizer `name` holds it between steps."""
+    if name == "adamw_bf16":
+        return moment.to(torch.bfloat16)
+    if name != "adamw_8bit" or moment.numel() % _BLOCK or not moment.numel() or not moment.is_contiguous():
         return moment
     from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415 - optional
 
-    signed = key == "exp_avg"  # squares are not negative
     held: torch.Tensor = OptimState8bit.zeros(moment.shape, signed, _BLOCK, moment.device, moment.dtype)
     return held
-
-
-_HOLD: Mapping[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
-    "adamw": lambda moment, _: moment,
-    "adamw_bf16": lambda moment, _: moment.to(torch.bfloat16),
-    "adamw_8bit": _in_8_bits,
-    "muon": lambda moment, _: moment,
-}
-"""How moments of zeros, float32, are held between steps, by the name of the optimizer."""
 
 
 def _compress(values: torch.Tensor, moment: Any) -> None:
@@ -191,20 +184,13 @@ def _placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def _in_32_bits(moment: torch.Tensor) -> torch.Tensor:
-    if not _is_in_8_bits(moment):
-        return moment.float()  # itself, if it is float32
-    wide = torch.empty(moment.shape, device=moment.device)
-    _copy(moment, wide)
-    return wide
-
-
-def _plain(moment: torch.Tensor) -> torch.Tensor:
+def _out_of_8_bits(moment: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a moment that is in 8 bits in float32 on `device`; any other as it is."""
     if not _is_in_8_bits(moment):
         return moment
-    plain = torch.empty(moment.shape)
-    _copy(moment, plain)
-    return plain
+    wide = torch.empty(moment.shape, device=device)
+    _copy(moment, wide)
+    return wide
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

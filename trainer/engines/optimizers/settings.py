@@ -1,4 +1,4 @@
-"""Settings and state of AdamW: `AdamParams` for one step, the schedule of the learning rate, and the initial moments."""
+"""Settings of AdamW: `AdamParams` for one step, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -72,22 +72,3 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     done = min(1.0, (step - config.lr_warmup_steps) / config.lr_decay_steps)
     left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.learning_rate * (config.lr_final_share + (1.0 - config.lr_final_share) * left)
-
-
-def set_steps(state: Mapping[str, torch.Tensor], step: int, *, forget: bool) -> None:
-    """Set the step count in the state of a parameter, if it has one; with `forget`, its moments to zero."""
-    for key, tensor in state.items():
-        if key == STEP:
-            tensor.fill_(step)
-        elif forget:
-            tensor.zero_()
-
-
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
-            }

@@ -46,7 +46,7 @@ class Player:
         max_model_len: int,
     ) -> None:
         self._environment, self._config, self._judge = environment, config, judge
-        self._renderer = Renderer(tokenizer, stop_token_ids)
+        self._renderer, self._tokenizer = Renderer(tokenizer, stop_token_ids), tokenizer
         self._limits = EpisodeLimits(
             max_model_len, config.max_turns, algorithm.max_new_tokens, algorithm.temperature, stop_token_ids
         )
@@ -71,7 +71,7 @@ class Player:
             error = EpisodeError("it ended without a reply of the model.", part=self._part)
         if error is not None or verdict is None:
             return Played(trajectory, error=error, kind=episode.kind or "environment")
-        text = self._renderer.whole_text(trajectory.whole[len(trajectory.turns[0].read_ids) :])
+        text = self._tokenizer.decode(trajectory.whole[len(trajectory.turns[0].read_ids) :])
         return Played(trajectory, text, float(verdict.reward), verdict.metrics, episode.ended)
 
     @property

@@ -71,10 +71,6 @@ class Renderer:
             tokens.pop()
         return self._tokenizer.decode(tokens)
 
-    def whole_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of any tokens, special ones included."""
-        return self._tokenizer.decode(token_ids)
-
     def _after_a_reply(self, news: Sequence[Message], template: Mapping[str, Any]) -> str:
         """Return what the chat template writes after a reply that `news` follow.
 

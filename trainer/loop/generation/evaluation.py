@@ -61,21 +61,13 @@ class Evaluator:
         versions = [version for group in groups for done in group.completions for version in done.versions]
         return {
             **mean_measures(list(measured.values())),
-            **(
-                {f"{key}_{name}": value for name, each in measured.items() for key, value in each.items()}
-                if self._named
-                else {}
-            ),
+            **{f"{key}_{name}": value for name, each in measured.items() if name for key, value in each.items()},
             "version_min": min(versions),
             "version_max": max(versions),
             "tasks": judged,
             "failed": len(tasks) - judged,
             "seconds": time.perf_counter() - started,
         }
-
-    @property
-    def _named(self) -> bool:
-        return any(self._sets)
 
     def _measures(self, answers: Sequence[tuple[PromptGroup, PromptGroup | None]]) -> dict[str, float]:
         """The measures of one set, without those of which no task was answered."""

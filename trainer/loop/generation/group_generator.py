@@ -24,10 +24,12 @@ from ..failures import Failures
 from ..fleet import Fleet
 from ..prompt_group import PromptGroup
 from ..protocols import Completion, EpisodePlayer, LoopParts, Played, Rollout, Trajectory, Turn
-from ..sampling.overlong import EmptyGroups, overlong_places
+from ..sampling.overlong import overlong_places
 
 FEWEST = 2
 """Completions that a group needs: their rewards are compared."""
+_MOST_EMPTY = 100
+"""Groups in a row of which dropping overlong completions leaves too little, after which a run ends: it would train on nothing."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,7 @@ class GroupGenerator:
 
         A request that was ended by its time limit counts as one of `AlgorithmConfig.max_new_tokens`.
         """
-        self._empty_groups = EmptyGroups()
+        self._empty_in_a_row = 0
 
     async def generate(
         self, rollout: Rollout, task: Task, count: int, *, greedy: bool = False, trained: bool = True
@@ -76,21 +78,25 @@ class GroupGenerator:
         With `trained`, they are for training: they count as drawn, and a replica that is out of service is refused.
         """
         with self._fleet.using(rollout):
-            if self._parts.player is not None:
-                return await self._played(self._parts.player, rollout, task, count, greedy=greedy, trained=trained)
-            return await self._answered(rollout, task, count, greedy=greedy, trained=trained)
+            if self._parts.player is None:
+                episodes = await self._answered(rollout, task, count, greedy=greedy, trained=trained)
+            else:
+                episodes = await self._played(self._parts.player, rollout, task, count, greedy=greedy, trained=trained)
+            if episodes is None:
+                return None
+            return self._group(task, [each for each in episodes if each is not None], rollout, trained=trained)
 
     async def _answered(
         self, rollout: Rollout, task: Task, count: int, *, greedy: bool, trained: bool
-    ) -> PromptGroup | None:
-        """Generate at most `count` completions of one task with one request; None as `generate`."""
+    ) -> list[Played | None] | None:
+        """Generate at most `count` completions of one task with one request, as episodes of one turn; None as `generate`."""
         try:
             prompt_ids = self._encoded(task)
         except ConfigError as error:
             # An invalid held-out prompt fails in every evaluation, and trains nothing.
             self._failures.failed("prompt", error, count, may_end=trained, task=task.prompt, place=task.place)
             await asyncio.sleep(0)  # lets other tasks run even if every prompt fails
-            return PromptGroup(task, [], rollout.name)
+            return []
         try:
             answers = await rollout.generate_group(
                 prompt_ids,
@@ -106,10 +112,33 @@ class GroupGenerator:
             answers = [error] * count
         if trained and not self._fleet.serves(rollout):
             return None
-        drawn = self.drawn if trained else Lengths()
-        judging = (self._judged(task, prompt_ids, answer, rollout.name, drawn) for answer in answers)
-        episodes = [each for each in await asyncio.gather(*judging) if each is not None]
-        return self._group(task, episodes, rollout, trained=trained)
+
+        async def one(answer: Completion | WeightlaneError) -> Played | None:
+            played = await self._judged(task, prompt_ids, answer, rollout.name)
+            return self._counted(played, rollout, task, trained=trained)
+
+        return await asyncio.gather(*map(one, answers))
+
+    def _counted(self, played: Played, rollout: Rollout, task: Task, *, trained: bool) -> Played | None:
+        """Count an episode that has ended. Returns it; None if it failed."""
+        tokens = len(played.trajectory.token_ids)
+        self.generated_tokens += tokens
+        if played.error is None:
+            self._failures.well()
+            return played
+        if isinstance(played.error, DeadlineExceededError):
+            tokens += self._algorithm.max_new_tokens
+        if trained and tokens:
+            self.drawn.lose(tokens)
+        facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": rollout.name}
+        if played.text:
+            facts["completion"] = played.text
+        if self._parts.player is not None:
+            facts["turns"] = len(played.trajectory.turns)
+        # A prompt that does not fit, and is a held-out one, trains nothing and fails in every evaluation.
+        may_end = trained or played.kind != "prompt"
+        self._failures.failed(played.kind, played.error, may_end=may_end, **facts)
+        return None
 
     def _group(self, task: Task, episodes: Sequence[Played], rollout: Rollout, *, trained: bool) -> PromptGroup:
         """Make a group, if it is for training without overlong completions where these are dropped."""
@@ -125,36 +154,26 @@ class GroupGenerator:
     def _without_overlong(self, group: PromptGroup) -> PromptGroup:
         left = group.without_overlong()
         enough = len(left.completions) >= FEWEST or not group.overlong
-        self._empty_groups.left(enough, self._algorithm.max_new_tokens)
+        self._empty_in_a_row = 0 if enough else self._empty_in_a_row + 1
+        if self._empty_in_a_row >= _MOST_EMPTY:
+            raise TooManyFailuresError(
+                f"of {_MOST_EMPTY} groups in a row, fewer than two completions ended within"
+                f" {self._algorithm.max_new_tokens} tokens.",
+                part="loop",
+                hint='Raise algorithm.max_new_tokens, or set algorithm.overlong to "mask" or "penalty" instead of "drop".',
+            )
         return left
 
     async def _played(
         self, player: EpisodePlayer, rollout: Rollout, task: Task, count: int, *, greedy: bool, trained: bool
-    ) -> PromptGroup | None:
+    ) -> list[Played | None] | None:
         """Play at most `count` episodes of one task; None as `generate`."""
-        fleet = self._fleet
-        drawn = self.drawn if trained else Lengths()
 
         async def one() -> Played | None:
             played = await player.play(rollout, task, greedy=greedy)
-            tokens = len(played.trajectory.token_ids)
-            self.generated_tokens += tokens
-            error = played.error
-            if error is None:
-                self._failures.well()
-                return played
-            if fleet.excuses(rollout, error):
-                raise error  # the group starts over, so the other episodes end
-            if isinstance(error, DeadlineExceededError):
-                tokens += self._algorithm.max_new_tokens
-            if tokens:
-                drawn.lose(tokens)
-            facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": rollout.name}
-            facts["turns"] = len(played.trajectory.turns)
-            # A prompt that does not fit, and is a held-out one, trains nothing and fails in every evaluation.
-            may_end = trained or played.kind != "prompt"
-            self._failures.failed(played.kind, error, may_end=may_end, **facts)
-            return None
+            if played.error is not None and self._fleet.excuses(rollout, played.error):
+                raise played.error  # the group starts over, so the other episodes end
+            return self._counted(played, rollout, task, trained=trained)
 
         try:
             async with asyncio.TaskGroup() as playing:
@@ -165,10 +184,9 @@ class GroupGenerator:
             if isinstance(first, WeightlaneError) and not ends:
                 return None  # it is excused
             raise first from None
-        if trained and not fleet.serves(rollout):
+        if trained and not self._fleet.serves(rollout):
             return None
-        episodes = [played for each in tasks if (played := each.result()) is not None]
-        return self._group(task, episodes, rollout, trained=trained)
+        return [each.result() for each in tasks]
 
     def _encoded(self, task: Task) -> list[int]:
         """Tokenize the prompt. Raises `ConfigError` if it cannot be tokenized, or leaves no room for a completion."""
@@ -190,30 +208,17 @@ class GroupGenerator:
         return prompt_ids
 
     async def _judged(
-        self,
-        task: Task,
-        prompt_ids: Sequence[int],
-        answer: Completion | WeightlaneError,
-        replica: str,
-        drawn: Lengths,
-    ) -> Played | None:
-        """A completion as an episode of one turn; None when the request or the reward failed.
-
-        A completion that its time limit ended, or that could not be judged, is counted in `drawn`.
-        """
-        facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
+        self, task: Task, prompt_ids: Sequence[int], answer: Completion | WeightlaneError, replica: str
+    ) -> Played:
+        """A completion as an episode of one turn, which has failed if the request or the reward did."""
         if isinstance(answer, WeightlaneError):
-            if isinstance(answer, DeadlineExceededError):
-                drawn.lose(self._algorithm.max_new_tokens)
-            self._failures.failed("request", answer, **facts)
-            return None
-        self.generated_tokens += len(answer.token_ids)
+            return Played(Trajectory(()), error=answer, kind="request")
         if not answer.token_ids or not all(map(math.isfinite, answer.logprobs)):
             error = ProtocolError(
                 "the completion is empty, or has log-probabilities that are not finite.", part=replica
             )
-            self._failures.failed("request", error, **facts)
-            return None
+            return Played(Trajectory(()), error=error, kind="request")
+        trajectory = Trajectory((Turn(prompt_ids, answer),))
         written = list(answer.token_ids)
         while written and written[-1] in self._parts.stop_token_ids:
             written.pop()
@@ -221,9 +226,6 @@ class GroupGenerator:
         try:
             written_text = WrittenText(text, answer.token_ids, answer.logprobs)
             reward = await self._parts.judge(written_text, task.as_mapping())
-        except RewardError as error:
-            drawn.lose(len(answer.token_ids))
-            self._failures.failed("reward", error, completion=text, **facts)
-            return None
-        self._failures.well()
-        return Played(Trajectory((Turn(prompt_ids, answer),)), text, reward)
+        except RewardError as failure:
+            return Played(trajectory, text, error=failure, kind="reward")
+        return Played(trajectory, text, reward)

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from weightlane.ckpt_engines import TooManyFailuresError
-
 from ...objectives.config import AlgorithmConfig
 from ..protocols import Trajectory
-
-_MOST_EMPTY = 100
-"""Groups in a row of which dropping leaves too little, after which a run ends. It would train on nothing, for ever."""
 
 
 def overlong_places(
@@ -36,20 +31,3 @@ def length_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:
         return 0.0
     beyond = tokens - (algorithm.max_new_tokens - algorithm.overlong_buffer)
     return -algorithm.overlong_penalty * max(0, beyond) / algorithm.overlong_buffer
-
-
-class EmptyGroups:
-    """Ends a run in which dropping overlong completions leaves too little of every group."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def left(self, enough: bool, max_new_tokens: int) -> None:
-        """Note a group, of which `enough` is left or not. Raises `TooManyFailuresError` after too many in a row."""
-        self._in_a_row = 0 if enough else self._in_a_row + 1
-        if self._in_a_row >= _MOST_EMPTY:
-            raise TooManyFailuresError(
-                f"of {self._in_a_row} groups in a row, fewer than two completions ended within {max_new_tokens} tokens.",
-                part="loop",
-                hint='Raise algorithm.max_new_tokens, or set algorithm.overlong to "mask" or "penalty" instead of "drop".',
-            )

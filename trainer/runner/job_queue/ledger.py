@@ -5,7 +5,8 @@ at which its write of the ledger succeeds, and a worker that has lost its turn, 
 
 Clocks of two machines are never compared. The worker that has the turn renews it, which changes the object. Another worker takes
 the turn when it has not seen a change for ``lease_s`` seconds of its own clock. The first one stops before that: `_SHARE` of
-``lease_s`` after the beginning of its last renewal that succeeded, by its own clock.
+``lease_s`` after the beginning of its last renewal that succeeded, by its own clock. A directory has a lock in addition: whoever
+gets it takes the turn at once, because the worker before has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 from weightlane.ckpt_engines import DeadlineExceededError, StorageError, WeightlaneError
 from weightlane.ckpt_engines.runtime.threads import start_thread
 
-from .conditional_store import ConditionalStore, decode_json, encode_json
+from .directory_store import DirectoryStore
+from .object_store import ObjectStore, decode_json, encode_json
 
 KEY = "worker.json"
 _PART = "job store"
@@ -37,7 +39,9 @@ _JOIN_S = 5.0
 class Ledger:
     """The ledger in `store`. A worker that takes the turn announces `lease_s`, and the others wait that long."""
 
-    def __init__(self, store: ConditionalStore, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: ObjectStore | DirectoryStore, lease_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store, self._lease_s, self._clock = store, lease_s, clock
         self._lock = threading.RLock()
         """Held while the ledger is written."""
@@ -66,14 +70,14 @@ class Ledger:
     def read(self) -> dict[str, Any]:
         """The content at present, for programs without the turn; empty before the first turn."""
         found = self._store.read(KEY)
-        return {} if found is None else decode_json(found[0], f"{self._store.url}/{KEY}")
+        return {} if found is None else decode_json(found, f"{self._store.url}/{KEY}")
 
     def take_turn(self) -> bool:
-        """Take the turn if no worker has it, or if the one that had it has not renewed it. Call it repeatedly."""
-        started = self._clock()
-        found = self._store.read(KEY)
+        """Take the turn if no worker has it, or if the one that had it has ended, or not renewed it. Call it repeatedly."""
+        started, locked = self._clock(), self._store.lock()
+        found = self._store.read_tagged(KEY)
         content, etag = ({}, None) if found is None else (decode_json(found[0], f"{self._store.url}/{KEY}"), found[1])
-        if content.get("owner"):
+        if content.get("owner") and not locked:
             assert etag is not None
             if etag != self._seen[0]:
                 self._seen = etag, self._clock()
@@ -86,7 +90,7 @@ class Ledger:
         data = encode_json(after)
         new = self._store.swap(KEY, data, etag)
         if new is None:  # another worker was faster, unless the client has repeated this request
-            again = self._store.read(KEY)
+            again = self._store.read_tagged(KEY)
             if again is None or again[0] != data:
                 return False
             new = again[1]
@@ -125,7 +129,7 @@ class Ledger:
         etag = self._store.swap(KEY, data, self._etag, limit)
         if etag is not None:
             return etag
-        found = self._store.read(KEY, limit)
+        found = self._store.read_tagged(KEY, limit)
         if found is not None and found[0] == data:  # the client has repeated a request that had succeeded
             return found[1]
         owner = decode_json(found[0], KEY).get("owner", "") if found is not None else ""
@@ -147,6 +151,7 @@ class Ledger:
             self._renewing.join(_JOIN_S)
         with suppress(WeightlaneError):  # the others wait until the lease is over
             self.change(owner="")
+        self._store.unlock()
         self._lost = self._lost or StorageError("this worker has ended its turn.", part=_PART)
 
     def _expire(self, trouble: WeightlaneError | None) -> None:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 
 from ..errors import BusyError, TooLargeError, UnknownError
-from ..wire.bodies import WireLimits, decompressed
+from ..wire.bodies import decompressed
 
 _log = logging.getLogger("weightlane.service.http")
 RETRY_S = 1
@@ -50,18 +50,18 @@ async def answered(call: Callable[[], Awaitable[Response]]) -> Response:
         return problem(500, f"{type(error).__name__}: {error}")
 
 
-async def read_body(request: Request, limits: WireLimits) -> bytes:
+async def read_body(request: Request, most_bytes: int) -> bytes:
     """The body, decompressed. Raises `TooLargeError` as soon as it is too large, and the errors of `decompressed`."""
-    return decompressed(await receive(request, limits), encoding_of(request), limits)
+    return decompressed(await receive(request, most_bytes), encoding_of(request), most_bytes)
 
 
-async def receive(request: Request, limits: WireLimits) -> bytes:
+async def receive(request: Request, most_bytes: int) -> bytes:
     """The body as it was sent. Reading stops as soon as it is larger than allowed."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         chunks.append(chunk)
-        if size > limits.body_bytes:
+        if size > most_bytes:
             break
     return b"".join(chunks)
 

@@ -33,7 +33,7 @@ async def server_capabilities(service: Service, client: str, request: Request) -
 
 async def weights_info(service: Service, client: str, request: Request) -> Response:
     """The facts that a client needs to load a checkpoint."""
-    asked = parsed(WeightsInfoRequest, await read_body(request, service.limits))
+    asked = parsed(WeightsInfoRequest, await read_body(request, service.config.max_body_bytes))
     found = service.checkpoints.get(asked.tinker_path, client)
     train = found.about.get("train") or {}
     return JSONResponse(
@@ -84,7 +84,7 @@ async def delete_checkpoint(service: Service, client: str, request: Request) -> 
 
 async def set_ttl(service: Service, client: str, request: Request) -> Response:
     """Set when a checkpoint expires."""
-    asked = parsed(CheckpointTtlRequest, await read_body(request, service.limits))
+    asked = parsed(CheckpointTtlRequest, await read_body(request, service.config.max_body_bytes))
     service.checkpoints.set_ttl(checkpoint_path(request), client, asked.ttl_seconds)
     return JSONResponse({})
 

@@ -42,7 +42,7 @@ TELEMETRY = {"status": "accepted"}
 
 async def constant(service: Service, _: str, request: Request, *, answer: dict[str, Any]) -> Response:
     """Give every request the same answer."""
-    await read_body(request, service.limits)
+    await read_body(request, service.config.max_body_bytes)
     return JSONResponse(answer)
 
 
@@ -64,7 +64,7 @@ async def session_heartbeat(service: Service, client: str, request: Request) -> 
 
 async def finish_session(service: Service, client: str, request: Request) -> Response:
     """End a session."""
-    await read_body(request, service.limits)
+    await read_body(request, service.config.max_body_bytes)
     service.sessions.end(request.path_params["session"], client, "finished by its client")
     return JSONResponse({})
 
@@ -105,9 +105,9 @@ async def forward_backward(service: Service, client: str, request: Request) -> R
     A request whose body is too large fails in its turn, because its client continues from its number, which is at the beginning
     of the body.
     """
-    sent = await receive(request, service.limits)
+    sent = await receive(request, service.config.max_body_bytes)
     try:
-        body = decompressed(sent, encoding_of(request), service.limits)
+        body = decompressed(sent, encoding_of(request), service.config.max_body_bytes)
     except TooLargeError as error:
         return _future(service.refuse_backward(client, address_of(sent, encoding_of(request)), error).id)
     return _future(service.backward(client, body).id)
@@ -182,7 +182,7 @@ async def cancel_future(service: Service, client: str, request: Request) -> Resp
 
 
 async def _parsed(service: Service, request: Request, form: type[wire.AnyRequest]) -> tuple[wire.AnyRequest, bytes]:
-    body = await read_body(request, service.limits)
+    body = await read_body(request, service.config.max_body_bytes)
     return wire.request(form, body), body
 
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WeightlaneError
 
-from ..errors import RepeatedRequestError
 from .store import Store, StoredRequest
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -37,7 +36,7 @@ class Futures:
     def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
         """Store request number `seq` of `owner`, a model or sampler, unless it is there. Returns it, and whether it is new.
 
-        Raises `RepeatedRequestError` if a request of that owner with this number has different content.
+        Raises `ProtocolError` if a request of that owner with this number has different content.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
         name = f"{owner}:{seq}"
@@ -57,7 +56,7 @@ class Futures:
         assert request is not None
         assert known is not None
         if known["digest"] != digest:
-            raise RepeatedRequestError(
+            raise ProtocolError(
                 f"request {seq} of {owner} was sent before, and said something else.",
                 part=_PART,
                 hint="Each request of a client has a number of its own; two processes may be using one client.",

@@ -25,7 +25,6 @@ from ..samplers import Sampler, Samplers, inflight_key
 from ..wire import requests as wire
 from ..wire.answers import pass_answer, training_metrics
 from ..wire.batches import TrainBody
-from ..wire.bodies import WireLimits
 from .scheduler import TrainingScheduler
 
 _PART = "service"
@@ -44,11 +43,10 @@ class Operations:
         checkpoints: Checkpoints,
         publications: Publications,
         base: ServedModel,
-        limits: WireLimits,
         config: ServiceConfig,
     ) -> None:
         self._futures, self._runner, self._jobs, self._checkpoints = futures, runner, jobs, checkpoints
-        self._publications, self._base, self._limits, self._config = publications, base, limits, config
+        self._publications, self._base, self._config = publications, base, config
         self._syncing: set[asyncio.Task[None]] = set()
         self.scheduler: TrainingScheduler
         self.samplers: Samplers
@@ -68,9 +66,8 @@ class Operations:
         """Publish a sampler's weights to the replicas: those of its checkpoint, of its model now, or of the base model."""
         if sampler.checkpoint is None and sampler.model is not None:
             await self.scheduler.caught_up(self.scheduler.model(sampler.model, sampler.client))
-        version: int = await self.scheduler.between_requests.wait_for(
-            lambda: self._begin_for(sampler), lambda: self._may_begin_for(sampler)
-        )
+        async with self.scheduler.between_requests(lambda: self._may_begin_for(sampler)):
+            version = await self._begin_for(sampler)
         try:
             await self._publications.finish(sampler.key, version)
         finally:
@@ -128,7 +125,7 @@ class Operations:
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
 
     def _pass_of(self, request: StoredRequest) -> TrainBody:
-        return TrainBody.parse(request.payload, self._limits)
+        return TrainBody.parse(request.payload)
 
     async def _pass(self, model: Model, body: TrainBody, run: RunJob) -> bytes:
         """Run the model forward, and backward unless the request is forward-only. Returns the answer."""

@@ -8,10 +8,9 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -28,13 +27,14 @@ from ..publications import Publications
 from ..records.futures import Futures
 from ..records.models import BACKWARD, LOAD, SAVE_FOR_SAMPLER, STEP, Model
 from ..records.store import Store, StoredRequest
-from .between_requests import BetweenRequestQueue
 
 _PART = "service training"
 _log = logging.getLogger("weightlane.service")
 _CATCH_UP_S = 600.0
 """Most seconds that a sampler waits until a model's requests have run again after a crash."""
 _POLL_S = 0.05
+_WAIT_S = 600.0
+"""Most seconds to wait for the ranks between two requests."""
 
 
 Execute = Callable[[Model, StoredRequest, RunJob], Awaitable[None]]
@@ -72,9 +72,8 @@ class TrainingScheduler:
         """All models that are not unloaded, by id, least recently served first."""
         self._served: dict[str, int] = {}
         """The number of requests since the start at which each client was last served."""
-        self.between_requests = BetweenRequestQueue(self.changed)
-        self._ran_between = False
-        """Whether a task of `between_requests` ran last. If so, a ready request goes before the next task."""
+        self._ranks = asyncio.Condition()
+        """Held while requests, or others between them, use the trainer ranks. Its lock is fair: they take turns."""
         self._changed = asyncio.Event()
         self._closing, self._count = False, 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,7 @@ class TrainingScheduler:
         return not self._config.trains_weights or all(each.settled for each in self.models.values() if each.loaded)
 
     def changed(self) -> None:
-        """Check again for ready requests and tasks."""
+        """Check again who may use the ranks."""
         self._changed.set()
 
     def resume(self) -> int:
@@ -177,30 +176,43 @@ class TrainingScheduler:
         """Carry out requests until `close`. Raises errors that end the service, such as the death of a rank."""
         while not self._closing:
             self._changed.clear()
-            task = self.between_requests.next()
-            models = self._next()
-            if task is not None and not (models and self._ran_between):
-                self._ran_between = True
-                await self.between_requests.run(task)
-                continue
-            if not models:
-                await self._changed.wait()
-                continue
-            if (wait_s := self._late_s(models)) > 0:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._changed.wait()
-                continue
-            self._ran_between = False
-            self._ahead = bool(self._joining(models, STEP))
-            jobs, serving = JobJoiner(self._runner, len(models)), []
-            for model in models:
-                self.models.move_to_end(model.id)
-                self._served[model.client] = self._count = self._count + 1
-                serving.append(self._serve(model, model.waiting.pop(model.next_seq), jobs))
-            for ended in await asyncio.gather(*serving, return_exceptions=True):
-                if isinstance(ended, BaseException):
-                    raise ended
+            async with self._ranks:
+                self._ranks.notify_all()
+                models = self._next()
+                late_s = self._late_s(models)
+                if models and late_s <= 0:
+                    await self._serve_all(models)
+                    continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(late_s if models else None):
+                    await self._changed.wait()
+        async with self._ranks:
+            self._ranks.notify_all()
+
+    @asynccontextmanager
+    async def between_requests(self, ready: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
+        """Use the trainer ranks inside the block, between two requests, once `ready`.
+
+        Raises `DeadlineExceededError` if that takes ten minutes. `close` cancels who waits: their requests stay in the store.
+        """
+        try:
+            async with asyncio.timeout(_WAIT_S) as limit, self._ranks:
+                await self._ranks.wait_for(lambda: self._closing or ready())
+                limit.reschedule(None)
+                if self._closing:
+                    raise asyncio.CancelledError
+                try:
+                    yield
+                finally:
+                    self._changed.set()
+        except TimeoutError as cause:
+            if not limit.expired():
+                raise
+            raise DeadlineExceededError(
+                f"the trainer ranks were not free within {_WAIT_S:.0f} s.",
+                part=_PART,
+                hint="Another version is on its way, or the model that they have is amid a mini-batch: optim_step ends it.",
+            ) from cause
 
     async def save(self, model: Model, until: int | None = None) -> None:
         """Save the complete state of a settled model, so that no request so far, or up to `until`, runs again."""
@@ -236,7 +248,7 @@ class TrainingScheduler:
             ) from cause
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
-        """Unload a model. Its checkpoints stay. To be called from `Execute` or from a task of `between_requests`."""
+        """Unload a model. Its checkpoints stay. To be called from `Execute` or in `between_requests`."""
         self.models.pop(model.id, None)
         self._store.update("models", model.id, state=state)
         gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
@@ -250,8 +262,9 @@ class TrainingScheduler:
     async def remove_of(self, sessions: Collection[str]) -> None:
         """Unload the models of these sessions between two requests. One for which the ranks are not free in time is left."""
         for model in [each for each in self.models.values() if each.session in sessions]:
-            with suppress(WorkerDiedError, DeadlineExceededError):  # `run` raises the first, too
-                await self.between_requests.wait_for(partial(self.remove, model), lambda: True)
+            with suppress(WorkerDiedError, DeadlineExceededError):  # whoever watches the ranks raises the first, too
+                async with self.between_requests():
+                    await self.remove(model)
 
     async def make_room(self) -> None:
         """Move the least recently served settled models to files until their next request, to make room for one more."""
@@ -272,7 +285,6 @@ class TrainingScheduler:
         """Let `run` end after the current requests. Waiting requests stay in the store."""
         self._closing = True
         self._changed.set()
-        self.between_requests.close()
 
     def _next(self) -> list[Model]:
         """The models whose requests are next: the least recently served of the least recently served client, or joined ones."""
@@ -306,6 +318,18 @@ class TrainingScheduler:
             return 0.0
         idle = [each.progress for each in self.models.values() if each.loaded and not each.waiting]
         return max(idle, default=-math.inf) + self._config.join_wait_s - time.monotonic()
+
+    async def _serve_all(self, models: Sequence[Model]) -> None:
+        """Carry out the next request of each of `models`."""
+        self._ahead = bool(self._joining(models, STEP))
+        jobs, serving = JobJoiner(self._runner, len(models)), []
+        for model in models:
+            self.models.move_to_end(model.id)
+            self._served[model.client] = self._count = self._count + 1
+            serving.append(self._serve(model, model.waiting.pop(model.next_seq), jobs))
+        for ended in await asyncio.gather(*serving, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     async def _serve(self, model: Model, request: StoredRequest, jobs: JobJoiner) -> None:
         """Carry out a request, whose jobs may be joined with those of others."""

@@ -16,7 +16,8 @@ from weightlane.ckpt_engines import ProtocolError
 
 from ...data.batch import TokenBatch, unpacked_batch
 from ...data.sequences import IGNORED, MicroBatch
-from .bodies import PART, WireLimits, parsed
+from . import tensors
+from .bodies import PART, parsed
 from .messages import ForwardBackwardRequest
 from .names import checked_identifier
 from .tensors import Array, integers, tensor
@@ -27,6 +28,10 @@ TARGETS = "target_tokens"
 WEIGHTS = "weights"
 """Name of the input that is 1 for a sequence without it if another sequence has it."""
 
+MOST_DATUMS = 1024
+"""Most sequences of a request, as the SDK splits batches."""
+MOST_TOKENS = 2**17
+"""Most tokens of one sequence."""
 _INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _INPUTS = 16
 """Most inputs of a sequence: as many as the SDK allows a client-side loss."""
@@ -65,18 +70,17 @@ class TrainBody:
     """Whether no gradient is wanted."""
     message: Any
     """The ``ForwardBackwardRequest``."""
-    limits: WireLimits
 
     @classmethod
-    def parse(cls, body: bytes, limits: WireLimits) -> Self:
+    def parse(cls, body: bytes) -> Self:
         """Read the address in a ``ForwardBackwardRequest``. Raises `ProtocolError`, and nothing else."""
-        message = parsed(ForwardBackwardRequest, body, limits)
+        message = parsed(ForwardBackwardRequest, body)
         if message.seq_id < 1:
             raise ProtocolError(
                 f"seq_id is {message.seq_id}.", part=PART, hint="Requests of a model are numbered from 1."
             )
         model_id = checked_identifier(message.model_id, part=f"{PART}, model_id")
-        return cls(model_id, message.seq_id, message.forward_only, message, limits)
+        return cls(model_id, message.seq_id, message.forward_only, message)
 
     @property
     def decodes_at_once(self) -> bool:
@@ -89,20 +93,20 @@ class TrainBody:
         Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one. Raises
         `ProtocolError`, which names datum and field, and nothing else.
         """
-        message, limits = self.message, self.limits
-        if not 1 <= len(message.data) <= limits.datums:
+        message = self.message
+        if not 1 <= len(message.data) <= MOST_DATUMS:
             raise ProtocolError(
                 f"the request has {len(message.data)} datums.",
                 part=PART,
-                hint=f"Send from 1 to {limits.datums} at once.",
+                hint=f"Send from 1 to {MOST_DATUMS} at once.",
             )
         if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
             raise ProtocolError("the request names no loss.", part=PART)
-        _check_cells(_sparse_cells(message.data), limits)  # before any sparse tensor is made dense
-        datums = [_datum(each, index, limits) for index, each in enumerate(message.data)]
+        _check_cells(_sparse_cells(message.data))  # before any sparse tensor is made dense
+        datums = [_datum(each, index) for index, each in enumerate(message.data)]
         _check_ids(datums, vocabulary)
         shapes = tuple(tuple(datum.targets.shape) for datum in datums)
-        return TrainRequest(message.loss_fn, _config(message), _batch(datums, limits), shapes)
+        return TrainRequest(message.loss_fn, _config(message), _batch(datums), shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +126,19 @@ def _sparse_cells(data: Sequence[Any]) -> int:
     return sum(max(0, math.prod(shape)) for shape in shapes)
 
 
-def _check_cells(cells: int, limits: WireLimits) -> None:
-    if cells > limits.cells:
+def _check_cells(cells: int) -> None:
+    if cells > tensors.MOST_CELLS:
         raise ProtocolError(
-            f"its tensors have {cells} entries when none is sparse and all have as many labels; {limits.cells} are allowed.",
+            f"its tensors have {cells} entries when none is sparse and all have as many labels, and {tensors.MOST_CELLS} are"
+            " allowed.",
             part=PART,
             hint="Send fewer sequences at once.",
         )
 
 
-def _datum(message: Any, index: int, limits: WireLimits) -> _Datum:
+def _datum(message: Any, index: int) -> _Datum:
     part = f"{PART}, datum {index}"
-    tokens = _tokens(message.model_input, limits, part=f"{part}, {INPUT}")
+    tokens = _tokens(message.model_input, part=f"{part}, {INPUT}")
     names = sorted(message.loss_fn_inputs)
     if TARGETS not in names:
         raise ProtocolError(f"it has no {TARGETS}.", part=part, hint="Every datum says what its tokens predict.")
@@ -143,7 +148,7 @@ def _datum(message: Any, index: int, limits: WireLimits) -> _Datum:
             part=part,
             hint=f"At most {_INPUTS}, named by letters, digits and underscores.",
         )
-    found = {name: tensor(message.loss_fn_inputs[name], limits, part=f"{part}, {name}") for name in names}
+    found = {name: tensor(message.loss_fn_inputs[name], part=f"{part}, {name}") for name in names}
     targets = found.pop(TARGETS)
     if len(targets) != len(tokens):
         raise ProtocolError(
@@ -156,21 +161,16 @@ def _datum(message: Any, index: int, limits: WireLimits) -> _Datum:
     return _Datum(tokens, targets, {name: _value(each, targets, f"{part}, {name}") for name, each in found.items()})
 
 
-def _tokens(chunks: Sequence[Any], limits: WireLimits, *, part: str) -> Array:
+def _tokens(chunks: Sequence[Any], *, part: str) -> Array:
     """int64 [N]: the tokens of all chunks."""
     found = []
     for chunk in chunks:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise ProtocolError(
-                f"a chunk of kind {kind or 'unknown'}.",
-                part=part,
-                hint="Only encoded text is offered, no image or audio.",
-            )
+        if not chunk.HasField("encoded_text"):
+            raise ProtocolError("a chunk is no encoded text.", part=part, hint="No image or audio is offered.")
         found.append(integers(chunk.encoded_text.tokens, "<i4", part=part))
     count = sum(len(each) for each in found)
-    if not 1 <= count <= limits.tokens:
-        raise ProtocolError(f"it has {count} tokens.", part=part, hint=f"From 1 to {limits.tokens} are computed.")
+    if not 1 <= count <= MOST_TOKENS:
+        raise ProtocolError(f"it has {count} tokens.", part=part, hint=f"From 1 to {MOST_TOKENS} are computed.")
     return np.concatenate(found) if len(found) > 1 else found[0]
 
 
@@ -222,7 +222,7 @@ def _config(message: Any) -> dict[str, float | str]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _batch(datums: Sequence[_Datum], limits: WireLimits) -> TokenBatch:
+def _batch(datums: Sequence[_Datum]) -> TokenBatch:
     """The batch of all datums, with the same inputs and as many labels each."""
     names = sorted({name for datum in datums for name in datum.values})
     for index, datum in enumerate(datums):
@@ -235,7 +235,7 @@ def _batch(datums: Sequence[_Datum], limits: WireLimits) -> TokenBatch:
             )
     several = any(datum.targets.ndim > 1 for datum in datums)
     labels = max(datum.targets.shape[1] if datum.targets.ndim > 1 else 1 for datum in datums)
-    _check_cells(sum(len(datum.tokens) for datum in datums) * labels * (1 + len(names)), limits)
+    _check_cells(sum(len(datum.tokens) for datum in datums) * labels * (1 + len(names)))
     columns = labels if several else None
 
     def packed(arrays: Sequence[Array], fill: int = 0) -> torch.Tensor:

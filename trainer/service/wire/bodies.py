@@ -1,8 +1,10 @@
-"""Bodies of requests: limits of their size, and decompression within these limits."""
+"""Bodies of requests: limits of their size, and decompression within these limits.
+
+Memory for decoding one is at most about four times its bytes plus 24 times `tensors.MOST_CELLS`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -27,36 +29,20 @@ _ADDRESS_BYTES = 1024
 """Bytes that suffice for the address of a pass: an identifier has at most 200 characters, and a number 5 bytes."""
 _ADDRESS = (1, 2)
 """Numbers of the fields of a ``ForwardBackwardRequest`` with its address: ``model_id`` and ``seq_id``."""
+MOST_PARTS = 2**17
+"""Most fields in a body. An empty message takes 2 bytes there, and 30 times as much in memory."""
 _WINDOW_BYTES = 8 * 2**20
 """Most memory for reading the beginning of a compressed body. The SDK's bodies need 2 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class WireLimits:
-    """Sizes that a request may have. Memory for decoding one is at most about four times `body_bytes` plus 24 times `cells`."""
-
-    body_bytes: int = 64 * 2**20
-    """Bytes of a body, after decompression. The SDK sends about 5 MB at once, or one datum if that is larger."""
-    parts: int = 2**17
-    """Most fields in a body. An empty message takes 2 bytes there, and 30 times as much in memory."""
-    datums: int = 1024
-    """Sequences of a request, as the SDK splits batches."""
-    tokens: int = 2**17
-    """Tokens of one sequence."""
-    labels: int = 1024
-    """Targets of one position."""
-    cells: int = 2**24
-    """Entries of all tensors of a request, in dense form and padded to the same number of labels."""
-
-
-def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
+def decompressed(body: bytes, encoding: str, most_bytes: int) -> bytes:
     """The body of a request without its content encoding: the header ``Content-Encoding``, empty, ``identity`` or ``zstd``.
 
     Raises:
-        TooLargeError: The body is too large. No more than `WireLimits.body_bytes` are allocated.
+        TooLargeError: The body is too large. No more than `most_bytes` are allocated.
         ProtocolError: The encoding is another one, or the body is not one complete frame that declares its size.
     """
-    _check_size(len(body), limits)
+    _check_size(len(body), most_bytes)
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return body
@@ -74,17 +60,17 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
                 part=PART,
                 hint="Compress it in one call, which writes it.",
             )
-        _check_size(size, limits)
+        _check_size(size, most_bytes)
         found: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the body cannot be decompressed: {error}.", part=PART) from None
     return found
 
 
-def _check_size(size: int, limits: WireLimits) -> None:
-    if size > limits.body_bytes:
+def _check_size(size: int, most_bytes: int) -> None:
+    if size > most_bytes:
         raise TooLargeError(
-            f"the body has {size} bytes or more, {limits.body_bytes} are allowed.",
+            f"the body has {size} bytes or more, {most_bytes} are allowed.",
             part=PART,
             hint="Send fewer sequences at once, or raise service.max_body_bytes.",
         )
@@ -125,27 +111,27 @@ def _begins(body: bytes, encoding: str) -> bytes:
         raise ProtocolError(f"the body cannot be decompressed: {error}.", part=PART) from None
 
 
-def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
+def parsed(message_class: Any, body: bytes) -> Any:
     """The message in `body`. Raises `ProtocolError` if there is none, or it has more parts than allowed."""
-    if len(body) > _PART_BYTES * limits.parts:  # fewer bytes hold fewer parts, and counting is slow
-        _count_parts(body, limits.parts)
+    if len(body) > _PART_BYTES * MOST_PARTS:  # fewer bytes hold fewer parts, and counting is slow
+        _count_parts(body)
     try:
         return message_class.FromString(body)
     except DecodeError as error:
         raise ProtocolError(f"the body is no {message_class.DESCRIPTOR.name}: {error}.", part=PART) from None
 
 
-def _count_parts(body: bytes, most: int) -> None:
-    """Raise `ProtocolError` if `body` has more than `most` fields, down to those of tensors, before any becomes an object."""
+def _count_parts(body: bytes) -> None:
+    """Raise `ProtocolError` if `body` has more than `MOST_PARTS` fields, down to those of tensors, before any is an object."""
     waiting = [(0, len(body), 0)]
     count = 0
     while waiting:
         at, end, depth = waiting.pop()
         while at < end:
             count += 1
-            if count > most:
+            if count > MOST_PARTS:
                 raise ProtocolError(
-                    f"the body has more than {most} parts.", part=PART, hint="Send fewer sequences at once."
+                    f"the body has more than {MOST_PARTS} parts.", part=PART, hint="Send fewer sequences at once."
                 )
             tag, at = _varint(body, at, end)
             length, at = _length(body, at, end, tag & 7)

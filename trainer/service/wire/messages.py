@@ -1,7 +1,8 @@
 """The Protocol Buffers messages of the Tinker API that carry tensors, as classes.
 
-They equal those of ``tinker_public.proto`` in the public SDK ``tinker`` 0.38.0 (Apache-2.0) in names, numbers, types and
-presence. They are in a descriptor pool of their own, so the SDK's module can be loaded in the same process.
+They are those of ``tinker_public.proto`` in the public SDK ``tinker`` 0.38.0 (Apache-2.0), equal in names, numbers, types
+and presence, but without fields that are neither read nor written here. They are in a descriptor pool of their own, so the SDK's
+module can be loaded in the same process.
 """
 
 from __future__ import annotations
@@ -24,12 +25,6 @@ SampleResponse
     1 repeated SampledSequence sequences
     2 optional bytes prompt_logprobs
     3 optional TopkLogprobs topk_prompt_logprobs
-    4 int32 prompt_cache_hit_tokens
-    5 optional Tensor target_prompt_logprobs
-    6 optional PromptAltTokens prompt_alt_tokens
-PromptAltTokens
-    1 Tensor tokens
-    2 Tensor logprobs
 SampledSequence
     1 StopReason stop_reason
     2 bytes tokens
@@ -76,35 +71,10 @@ LossConfigValue
 Datum
     1 repeated Chunk model_input
     2 map Tensor loss_fn_inputs
-    3 repeated ProvenanceSpan model_input_spans
-    4 repeated ProvenanceSpan loss_fn_input_spans
-ProvenanceSpan
-    1 oneof:span PromptProvenanceSpan prompt_tokens
-    2 oneof:span SampledProvenanceSpan sampled_tokens
-PromptProvenanceSpan
-    1 string sequence_id
-    2 int64 offset
-    3 int64 length
-SampledProvenanceSpan
-    1 string sequence_id
-    2 int64 offset
-    3 int64 length
 Chunk
     1 oneof:chunk EncodedTextChunk encoded_text
-    2 oneof:chunk ImageChunk image
-    3 oneof:chunk DmelChunk dmel
 EncodedTextChunk
     1 bytes tokens
-ImageChunk
-    1 bytes data
-    2 string format
-    3 optional int32 expected_tokens
-    4 optional ImageDimensions override_dimensions
-ImageDimensions
-    1 uint32 width
-    2 uint32 height
-DmelChunk
-    1 bytes dmel
 """
 """Each message, and of each field: number, label, type and name. ``map TYPE`` has string keys; ``oneof:NAME`` is a member."""
 

@@ -9,16 +9,19 @@ import numpy.typing as npt
 
 from weightlane.ckpt_engines import ProtocolError
 
-from .bodies import WireLimits
 from .messages import DTYPE_BFLOAT16, DTYPE_FLOAT32, DTYPE_INT32, DTYPE_INT64
 
 Array = npt.NDArray[Any]
 
 _DTYPES = {DTYPE_FLOAT32: "<f4", DTYPE_INT64: "<i8", DTYPE_INT32: "<i4", DTYPE_BFLOAT16: "<u2"}
 _MATRIX = 2
+MOST_LABELS = 1024
+"""Most targets of one position."""
+MOST_CELLS = 2**24
+"""Most entries of all tensors of a request, in dense form and padded to the same number of labels."""
 
 
-def tensor(message: Any, limits: WireLimits, *, part: str) -> Array:
+def tensor(message: Any, *, part: str) -> Array:
     """The values of a ``Tensor`` message: float32 or int64 [N] or [N, K], a copy. bfloat16 becomes float32, int32 becomes int64.
 
     A dense one without a shape has one dimension. Compressed sparse rows (values, row pointers and column numbers, as torch has
@@ -32,12 +35,12 @@ def tensor(message: Any, limits: WireLimits, *, part: str) -> Array:
         raise ProtocolError("the tensor has no data.", part=part)
     if len(shape) > _MATRIX or any(size < 0 for size in shape):
         raise ProtocolError(f"the tensor has shape {shape}.", part=part, hint="One or two dimensions are read.")
-    if len(shape) == _MATRIX and not 1 <= shape[1] <= limits.labels:
+    if len(shape) == _MATRIX and not 1 <= shape[1] <= MOST_LABELS:
         raise ProtocolError(
-            f"the tensor has shape {shape}.", part=part, hint=f"A position has from 1 to {limits.labels} labels."
+            f"the tensor has shape {shape}.", part=part, hint=f"A position has from 1 to {MOST_LABELS} labels."
         )
     if encoding == "sparse_csr":
-        return _dense(message.sparse_csr, message.dtype, shape, limits, part=part)
+        return _dense(message.sparse_csr, message.dtype, shape, part=part)
     values = _values(message.dense, message.dtype, part=part)
     if not shape:
         shape = [len(values)]
@@ -69,7 +72,7 @@ def _values(data: bytes, dtype: int, *, part: str) -> Array:
     return found.astype(np.float32)
 
 
-def _dense(message: Any, dtype: int, shape: list[int], limits: WireLimits, *, part: str) -> Array:
+def _dense(message: Any, dtype: int, shape: list[int], *, part: str) -> Array:
     """Convert compressed sparse rows to a dense [N, K]. Row pointers are checked before anything of that size is allocated."""
     if len(shape) != _MATRIX:
         raise ProtocolError(f"a sparse tensor has shape {shape}.", part=part, hint="It has two dimensions.")
@@ -92,8 +95,8 @@ def _dense(message: Any, dtype: int, shape: list[int], limits: WireLimits, *, pa
         raise ProtocolError(
             f"column numbers of a sparse tensor do not go up within each row, from 0 to {columns - 1}.", part=part
         )
-    if rows * columns > limits.cells:
-        raise ProtocolError(f"a sparse tensor has shape {shape}: more than {limits.cells} entries.", part=part)
+    if rows * columns > MOST_CELLS:
+        raise ProtocolError(f"a sparse tensor has shape {shape}: more than {MOST_CELLS} entries.", part=part)
     found = np.zeros(shape, values.dtype)
     found[row, places] = values
     return found

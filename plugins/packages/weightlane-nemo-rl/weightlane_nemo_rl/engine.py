@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import socket
@@ -17,15 +16,9 @@ from weightlane.ckpt_engines import (
     ClosedError,
     ConfigError,
     Deadline,
-    ReceiverLink,
-    SenderLink,
     Topology,
-    WeightlaneError,
 )
 from weightlane.sync import TensorReceiver, TensorSender
-
-_HOST = torch.device("cpu")
-_CONNECT = "NeMo-RL prepares and connects all workers before it sends or receives weights, and again after an error."
 
 
 class WeightlaneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeMo-RL is untyped to us
@@ -66,16 +59,14 @@ class WeightlaneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeM
         if self._bucket_bytes <= 0 or not timeout_s > 0:
             raise self._wrong(f"bucket_mib is {bucket_mib}, and timeout_s is {timeout_s}: both must be positive")
         self._engine = CheckpointEngineRegistry().create(engine, options)
-        if _HOST.type not in self._engine.capabilities.devices:
+        if "cpu" not in self._engine.capabilities.devices:
             raise self._wrong(f"{engine} does not carry host memory, as shm, gloo and filesystem do")
         if self._engine.capabilities.persistent and not release_after_refit:
             raise self._wrong(
                 f"{engine} keeps the files of every update while it is connected: it needs release_after_refit: true"
             )
-        self._links: tuple[SenderLink, ReceiverLink] | None = None
-        """A link for either side, since `prepare` does not know this worker's; one is closed when the worker connects."""
-        self._sender: TensorSender | None = None
-        self._receiver: TensorReceiver | None = None
+        self._ends: tuple[TensorSender, TensorReceiver] | None = None
+        """Both ends, since `prepare` does not know this worker's; one is closed when the worker connects."""
         self._only_gathers = False
         """Whether this is a policy worker that sends nothing."""
         self._version = 0
@@ -87,14 +78,13 @@ class WeightlaneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeM
         An earlier connection is closed.
         """
         self.finalize()
-        make_sender, make_receiver = self._engine.link_types or (SenderLink, ReceiverLink)
-        sender = make_sender(self._engine, f"policy-{self._name}", _HOST)
-        receiver = make_receiver(self._engine, f"rollout-{self._name}", _HOST)
-        self._links = sender, receiver
+        sender = TensorSender(f"policy-{self._name}", self._engine, self._bucket_bytes, self._timeout_s)
+        receiver = TensorReceiver(f"rollout-{self._name}", self._engine, self._timeout_s)
+        self._ends = sender, receiver
         return {
             "name": self._name,
-            "sender": dict(sender.address()),
-            "receiver": dict(receiver.address()),
+            "sender": sender.address(),
+            "receiver": receiver.address(),
             "session": secrets.token_hex(8),
             "key": secrets.token_hex(32),
         }
@@ -110,10 +100,8 @@ class WeightlaneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeM
         if worker_rank == 0:
             self._engine.check(Deadline.after(self._timeout_s))
             sender, receiver = self._prepared()
-            topology = _topology(train_world_size, rollout_world_size, metadata)
-            self._connect(sender, receiver, topology)
-            receivers = list(topology.receivers)
-            self._sender = TensorSender(self._engine, sender, receivers, self._bucket_bytes, self._timeout_s)
+            receiver.close()
+            sender.connect(_topology(train_world_size, rollout_world_size, metadata))
         else:
             self.finalize()
             self._only_gathers = True
@@ -128,10 +116,8 @@ class WeightlaneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeM
     ) -> None:
         """Connect this worker of vLLM to policy worker 0. See `init_policy_process_group`."""
         sender, receiver = self._prepared()
-        topology = _topology(train_world_size, rollout_world_size, metadata)
-        self._connect(receiver, sender, topology)
-        (name,) = topology.senders
-        self._receiver = TensorReceiver(receiver, name, self._timeout_s)
+        sender.close()
+        receiver.connect(_topology(train_world_size, rollout_world_size, metadata))
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Send `weights`, pairs of name and tensor, as the next version. Policy workers other than 0 only iterate over them.
@@ -143,64 +129,36 @@ class WeightlaneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # NeM
             for _ in weights:
                 pass
             return
-        if self._sender is None:
-            raise self._not_connected()
+        sender, _ = self._prepared()
         self._version += 1
-        try:
-            await self._sender.send(_each(weights), self._version)
-        except BaseException as error:
-            self.finalize()
-            if isinstance(error, WeightlaneError):
-                for _ in weights:
-                    pass
-            raise
+        await sender.send(_each(weights), self._version)
 
-    async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
+    def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
         """Yield names and tensors of the next version as they arrive. A list has a bucket of tensors, or one that is larger.
 
         A tensor is in host memory, and may be kept. Raises `CorruptBucketError` if bytes changed on their way, `PeerLostError`,
         `DeadlineExceededError`, `ProtocolError`, or `ClosedError` if it is not connected.
         """
-        if self._receiver is None:
-            raise self._not_connected()
+        _, receiver = self._prepared()
         self._version += 1
-        try:
-            async with contextlib.aclosing(self._receiver.blocks(self._version)) as blocks:
-                async for block in blocks:
-                    yield block
-        except BaseException:  # also when the consumer stops early: the policy must not wait for this worker
-            self.finalize()
-            raise
+        return receiver.blocks(self._version)
 
     def finalize(self) -> None:
         """Close the connection and free its memory."""
-        links, sender = self._links or (), self._sender
-        self._links = self._sender = self._receiver = None
+        ends, self._ends = self._ends or (), None
         self._only_gathers, self._version = False, 0
-        for link in links:
-            link.close()
-        if sender is not None:
-            sender.free()
+        for end in ends:
+            end.close()
 
-    def _connect(self, link: SenderLink | ReceiverLink, unused: SenderLink | ReceiverLink, topology: Topology) -> None:
-        unused.close()
-        try:
-            link.connect(topology, Deadline.after(self._timeout_s))
-        except BaseException:
-            self.finalize()
-            raise
-
-    def _prepared(self) -> tuple[SenderLink, ReceiverLink]:
-        if self._links is None:
-            raise self._not_connected()
-        return self._links
+    def _prepared(self) -> tuple[TensorSender, TensorReceiver]:
+        if self._ends is None:
+            hint = "NeMo-RL prepares and connects all workers before it sends or receives weights, and again after an error."
+            raise ClosedError("it is not connected.", part=self._name, hint=hint)
+        return self._ends
 
     def _wrong(self, problem: str) -> ConfigError:
         hint = "Change policy.generation.refit_cfg, in the section of weightlane."
         return ConfigError(f"{problem}.", part=self._name, hint=hint)
-
-    def _not_connected(self) -> ClosedError:
-        return ClosedError("it is not connected.", part=self._name, hint=_CONNECT)
 
 
 def _topology(policies: int, rollouts: int, metadata: list[dict[str, Any]]) -> Topology:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +33,36 @@ def use_weightlane(
     """
     from trl.generation import vllm_generation  # noqa: PLC0415 - TRL imports vLLM
 
-    from .client import WeightlaneClient  # noqa: PLC0415 - as above
-
-    make = partial(
-        WeightlaneTransfer, tensor_parallel=tensor_parallel, dtype=dtype, engine=engine, options=options, config=config
-    )
     before = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = partial(WeightlaneClient, make)
+
+    class WeightlaneClient(before):  # type: ignore[misc,valid-type] # TRL is optional, and untyped
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.transfer = WeightlaneTransfer(
+                self.base_url,
+                tensor_parallel=tensor_parallel,
+                dtype=dtype,
+                engine=engine,
+                options=options,
+                config=config,
+            )
+
+        def init_communicator(self, device: torch.device | str | int = 0) -> None:
+            """Do nothing, on any device: the first version connects."""
+
+        def update_named_params(
+            self,
+            metadata: list[tuple[str, str, list[int]]],  # noqa: ARG002 - the tensors say it themselves
+            named_params: Iterator[tuple[str, torch.Tensor]],
+        ) -> None:
+            """Publish all tensors of the model as the next version; see `WeightlaneTransfer.send_weights`."""
+            self.transfer.send_weights(named_params)
+
+        def close_communicator(self) -> None:
+            """Disconnect from the server; the next version connects again."""
+            self.transfer.destroy()
+
+    vllm_generation.VLLMClient = WeightlaneClient
     try:
         yield
     finally:

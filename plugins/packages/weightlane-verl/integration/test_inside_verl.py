@@ -151,7 +151,7 @@ def test_a_frozen_rollout_worker_ends_the_update_by_the_deadline(run: Run) -> No
 
 
 def _allow_a_moment(worker: Any) -> None:
-    worker.checkpoint_engine._sender._timeout_s = 0.5
+    worker.checkpoint_engine._stream._timeout_s = 0.5
 
 
 def test_a_killed_rollout_worker_ends_the_update_and_the_others_go_on_without_it(run: Run) -> None:

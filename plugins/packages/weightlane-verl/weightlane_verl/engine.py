@@ -9,26 +9,17 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWithCache
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry as WeightlaneEngines
-from weightlane.ckpt_engines import (
-    ClosedError,
-    ConfigError,
-    Deadline,
-    ReceiverLink,
-    SenderLink,
-    Topology,
-    WeightlaneError,
-)
+from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, Topology
 from weightlane.sync import TensorReceiver, TensorSender
 
-_HOST = torch.device("cpu")
-_CONNECT = "verl calls prepare and init_process_group on all workers before it sends or receives weights."
+_End = TypeVar("_End", TensorSender, TensorReceiver)
 
 
 @CheckpointEngineRegistry.register("weightlane")
@@ -90,7 +81,7 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
                 hint="Change them in checkpoint_engine, and its engine_kwargs.weightlane.",
             )
         self._engine = WeightlaneEngines().create(engine, options)
-        if _HOST.type not in self._engine.capabilities.devices:
+        if "cpu" not in self._engine.capabilities.devices:
             raise ConfigError(
                 f"{engine} does not carry host memory.",
                 part=self._part,
@@ -98,9 +89,8 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             )
         if is_master:  # one process checks, as in weightlane's own runs
             self._engine.check(Deadline.after(timeout_s))
-        self._link: SenderLink | ReceiverLink | None = None
-        self._sender: TensorSender | None = None
-        self._receiver: TensorReceiver | None = None
+        self._stream: TensorSender | TensorReceiver | None = None
+        """This worker's end of the connection of one update."""
         self._cached: list[tuple[str, torch.Tensor]] | None = None
         self._caching = False
         """Whether the version of the present connection is still to be received into the cache."""
@@ -108,10 +98,11 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
     def prepare(self) -> dict[str, Any]:
         """Return this worker's name and address for `build_topology`. Closes the connection of an update that failed."""
         self.finalize()
-        sender, receiver = self._engine.link_types or (SenderLink, ReceiverLink)
-        link = (sender if self._is_master else receiver)(self._engine, self._part, _HOST)
-        self._link = link
-        return {"name": self._part, "address": dict(link.address()), "sends": self._is_master}
+        if self._is_master:
+            self._stream = TensorSender(self._part, self._engine, self._bucket_bytes, self._timeout_s)
+        else:
+            self._stream = TensorReceiver(self._part, self._engine, self._timeout_s)
+        return {"name": self._part, "address": self._stream.address(), "sends": self._is_master}
 
     @classmethod
     def build_topology(
@@ -149,22 +140,11 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
 
         Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError`, or the engine's errors.
         """
-        link = self._link
-        if topology is None or link is None:
+        if topology is None or self._stream is None:
             self.finalize()
             return
-        try:
-            link.connect(topology, Deadline.after(self._timeout_s))
-        except BaseException:
-            self.finalize()
-            raise
-        if isinstance(link, SenderLink):
-            receivers = list(topology.receivers)
-            self._sender = TensorSender(self._engine, link, receivers, self._bucket_bytes, self._timeout_s)
-        else:
-            (sender,) = topology.senders
-            self._receiver = TensorReceiver(link, sender, self._timeout_s)
-            self._caching = self._cache
+        self._stream.connect(topology)
+        self._caching = self._cache
 
     async def send_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None
@@ -176,28 +156,15 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
         Returns:
             Metrics for verl's trainer: the bytes that each rollout worker got.
 
-        Raises:
-            PeerLostError: A rollout worker died, or failed and hung up.
-            DeadlineExceededError: A rollout worker did not take a bucket within `timeout_s`.
-            TransportError: The engine failed; as do `StorageError` and `ProtocolError`.
+        Raises the errors of `TensorSender.send`.
         """
         each = ensure_async_iterator(weights)
-        link, sender = self._link, self._sender
-        if sender is None:
-            if self._is_master:
-                raise ClosedError("it is not connected.", part=self._part, hint=_CONNECT)
-            async for _ in each:
-                pass
-            return {}
-        try:
-            await sender.send(each, global_steps or 0)
-        except BaseException as error:
-            self._drop(link)
-            if isinstance(error, WeightlaneError):
-                async for _ in each:
-                    pass
-            raise
-        return {"checkpoint_engine/sent_bytes": float(sender.sent_bytes)}
+        if self._is_master:
+            sent_bytes = await self._end(TensorSender).send(each, global_steps or 0)
+            return {"checkpoint_engine/sent_bytes": float(sent_bytes)}
+        async for _ in each:
+            pass
+        return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield name and tensor of every weight of version `global_steps`, as they arrive; with `cache`, when all have.
@@ -217,15 +184,10 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             async for name, tensor in self.get_weights():
                 yield name, tensor
             return
-        receiver, link = self._connected(), self._link
-        try:
-            async with contextlib.aclosing(receiver.blocks(global_steps or 0)) as blocks:
-                async for block in blocks:
-                    for name, tensor in block:
-                        yield name, tensor
-        except BaseException:  # also when the consumer stops early: the trainer must not wait for this worker
-            self._drop(link)
-            raise
+        async with contextlib.aclosing(self._end(TensorReceiver).blocks(global_steps or 0)) as blocks:
+            async for block in blocks:
+                for name, tensor in block:
+                    yield name, tensor
 
     def fill_cache(self, global_steps: int | None = None) -> None:
         """Receive version `global_steps` in full and make it the one that `get_weights` yields; until then that is the former.
@@ -235,12 +197,12 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
         """
         if not self._cache:
             raise ConfigError("cache is off.", part=self._part, hint="Set engine_kwargs.weightlane.cache to true.")
-        receiver, link, received = self._connected(), self._link, list[tuple[str, torch.Tensor]]()
+        receiver, received = self._end(TensorReceiver), list[tuple[str, torch.Tensor]]()
         try:
             while (block := receiver.next_block(global_steps or 0)) is not None:
                 received += block
         except BaseException:
-            self._drop(link)
+            receiver.close()  # and not the connection of the next update, which may have begun
             raise
         self._cached, self._caching = received, False
 
@@ -257,19 +219,13 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
 
     def finalize(self) -> None:
         """Close the connection and free its memory; a cached version stays."""
-        link, sender = self._link, self._sender
-        self._link = self._sender = self._receiver = None
-        if link is not None:
-            link.close()
-        if sender is not None:
-            sender.free()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
 
-    def _drop(self, link: SenderLink | ReceiverLink | None) -> None:
-        """Close the connection of a call that failed, and not that of the next update, which may have begun."""
-        if self._link is link:
-            self.finalize()
-
-    def _connected(self) -> TensorReceiver:
-        if self._receiver is None:
-            raise ClosedError("it is not connected.", part=self._part, hint=_CONNECT)
-        return self._receiver
+    def _end(self, kind: type[_End]) -> _End:
+        """Return this worker's end of the connection."""
+        if not isinstance(self._stream, kind):
+            hint = "verl calls prepare and init_process_group on all workers before it sends or receives weights."
+            raise ClosedError("it is not connected.", part=self._part, hint=hint)
+        return self._stream

@@ -19,8 +19,7 @@ from stores import Place, connect, connect_sender, place_of, publish, received, 
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError, StorageError, StoringSender
-from weightlane.ckpt_engines.engines.filesystem.guard import Guard
-from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
+from weightlane.ckpt_engines.engines.filesystem.store_directory import Guard, StoreDirectory
 
 
 def test_what_could_not_be_removed_is_removed_after_the_next_commit(

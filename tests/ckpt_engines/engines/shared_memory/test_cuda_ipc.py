@@ -23,9 +23,9 @@ from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.engines.shared_memory import receiver as _segment_receiver
-from weightlane.ckpt_engines.engines.shared_memory.cuda_segments import CudaSegmentKind
+from weightlane.ckpt_engines.engines.shared_memory.cuda_ipc import CudaArena
 from weightlane.ckpt_engines.engines.shared_memory.segments import Segment, SegmentMapping
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 NO_GPU = CheckpointEngineRegistry().engine_class("cuda_ipc").unavailable_reason()
 needs_gpu = pytest.mark.skipif(NO_GPU is not None, reason=f"cuda_ipc cannot run here: {NO_GPU}")
@@ -80,7 +80,7 @@ class TestDeviceMemory(ConformanceBase):
 def test_a_bucket_outside_of_cuda_memory_is_refused_and_descriptors_that_its_sender_passed_are_closed() -> None:
     passed = os.open("/dev/null", os.O_RDONLY)
     with pytest.raises(TransportError, match="cpu"):
-        CudaSegmentKind().map_segment(MIB, {}, (passed,), torch.device("cpu"))
+        CudaArena("cuda_ipc").map_segment(MIB, {}, (passed,), torch.device("cpu"))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(passed)
 
@@ -100,7 +100,7 @@ def test_memory_is_held_until_the_last_receiver_that_may_map_it_has_hung_up() ->
     life = Lifecycle("sender", lambda: None)
     segment = Something()
     gone = weakref.ref(segment)
-    CudaSegmentKind().before_close([Channel(ours, KEYS, life, "receiver") for ours, _ in pairs], [segment])
+    CudaArena("cuda_ipc").before_close([Channel(ours, KEYS, life, "receiver") for ours, _ in pairs], [segment])
     del segment
     (_, first), (_, second) = pairs
     first.close()
@@ -135,7 +135,7 @@ def test_a_receiver_that_is_closed_during_a_copy_is_not_taken_for_gone_before_it
     monkeypatch.setattr(_segment_receiver, "_LAST_COPY_WAIT_S", 0.05)
     ours, senders = socket.socketpair()
     life = Lifecycle("receiver", lambda: None)
-    receiver = _segment_receiver.SegmentReceiver("receiver", CudaSegmentKind(), torch.device("cpu"))
+    receiver = _segment_receiver.SegmentReceiver("receiver", CudaArena("cuda_ipc"), torch.device("cpu"))
     receiver._channels = {"s": Channel(ours, KEYS, life, "s")}
     stuck, ended = Copying(), Copying()
     ended.over = True

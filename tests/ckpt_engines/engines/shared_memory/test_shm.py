@@ -27,7 +27,7 @@ from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, Con
 from weightlane.ckpt_engines.conformance.processes import half_process
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
-from weightlane.ckpt_engines.links.sides import make_sender_link
+from weightlane.ckpt_engines.links import SenderLink
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess, ForkServer
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
@@ -100,7 +100,7 @@ def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(
 def test_a_socket_path_that_is_too_long_or_missing_is_a_config_error(socket_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"socket_dir.*at most"):
         engine_in(Path("/tmp") / ("x" * 90))
-    sender = make_sender_link(engine_in(socket_dir / "missing"), "s", HOST)
+    sender = SenderLink.of(engine_in(socket_dir / "missing"), "s", HOST)
     with pytest.raises(ConfigError, match="missing"):
         sender.address()
     sender.close()
@@ -110,7 +110,7 @@ def test_only_sockets_of_dead_senders_are_cleared_away(engine: CheckpointEngine,
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(socket_dir / "weightlane-dead.sock"))
     dead.close()
-    alive, second = make_sender_link(engine, "alive", HOST), make_sender_link(engine, "second", HOST)
+    alive, second = SenderLink.of(engine, "alive", HOST), SenderLink.of(engine, "second", HOST)
     names = {link.address()["sockets"]["socket"] for link in (alive, second)}
     assert {path.name for path in socket_dir.iterdir()} == names
     alive.close()

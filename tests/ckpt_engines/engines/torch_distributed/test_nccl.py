@@ -32,9 +32,9 @@ from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import 
 from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup, open_device_group
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import nccl_blocking, open_process_group
-from weightlane.ckpt_engines.links.sides import make_sender_link
+from weightlane.ckpt_engines.links import SenderLink
 from weightlane.ckpt_engines.runtime.devices import HOST, device_count, runtime_of
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 
 def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
@@ -191,12 +191,12 @@ def test_interfaces_are_assigned_by_rank_and_all_are_checked_before_a_run() -> N
     registry = CheckpointEngineRegistry()
     engine = registry.create("gloo", {"interface": "lo, nosuch0"})
     for name in ("trainer/0", "trainer/2", "alone"):
-        sender = make_sender_link(engine, name, HOST)
+        sender = SenderLink.of(engine, name, HOST)
         address = sender.address()
         assert (address["sockets"]["host"], address["engine"]["host"]) == ("127.0.0.1", "127.0.0.1")
         sender.close()
     with pytest.raises(ConfigError, match="nosuch0"):
-        make_sender_link(engine, "trainer/1", HOST)
+        SenderLink.of(engine, "trainer/1", HOST)
     with pytest.raises(ConfigError, match=r"nosuch0.*this machine: .*\blo\b"):
         engine.check(Deadline.after(HANG_S))
     registry.create("gloo", {"interface": "lo"}).check(Deadline.after(HANG_S))

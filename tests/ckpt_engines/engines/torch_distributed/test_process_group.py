@@ -37,7 +37,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     start_broadcast,
     translate,
 )
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
+from weightlane.ckpt_engines.waits import Lifecycle
 
 
 def gloo_pair() -> list[Group]:

@@ -33,14 +33,14 @@ from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import Slicing
 
 
-def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> dict[str, Any]:
+def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: bool) -> str:
     """The layout that one rank of several would trace."""
     config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
     with model_of_rank(config, rank) as model:
         specs = {
             name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
         }
-        return trace_loading(model, specs).to_plain()
+        return str(trace_loading(model, specs))
 
 
 def slices_of_reloads(path: str, other_path: str, world: int) -> list[dict[str, Any]]:

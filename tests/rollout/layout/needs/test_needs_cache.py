@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,50 +72,26 @@ def test_an_answer_is_found_once_and_anew_for_whatever_it_depends_on(
     assert asker.found == 7
 
 
-def replaced_by_link(file: Path) -> None:
-    file.rename(file.with_name("elsewhere"))
-    file.symlink_to("elsewhere")
-
-
-def replaced_by_pipe(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
-def another_answer(file: Path) -> None:
-    """Store a malformed answer with a digest that matches it."""
-    kept = json.loads(file.read_text()) | {"answer": [1], "digest": needs_cache._digest([1])}
-    file.write_text(json.dumps(kept))
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda file: file.write_bytes(file.read_bytes()[:-7]),
         lambda file: file.write_text("[" * 100_000),
-        lambda file: file.write_text(file.read_text().replace("[1, 2]", "[2, 2]")),
-        lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"key": "0" * 64})),
-        lambda file: os.truncate(file, needs_cache.MOST_BYTES + 1),
-        another_answer,
-        replaced_by_link,
-        replaced_by_pipe,
+        lambda file: file.write_text("[1]"),
     ],
-    ids=["torn", "deep", "changed", "stale", "huge", "odd", "link", "pipe"],
+    ids=["torn", "deep", "odd"],
 )
-def test_a_file_that_is_odd_in_any_way_is_as_good_as_none(asker: Asker, spoil: Callable[[Path], object]) -> None:
+def test_a_file_that_holds_no_answer_is_as_good_as_none(asker: Asker, spoil: Callable[[Path], object]) -> None:
     asker.ask()
     spoil(asker.file())
     assert asker.ask() == ANSWER
     assert asker.found == 2
 
 
-def test_the_oldest_are_forgotten_and_so_is_what_killed_writers_left_and_what_cannot_be_kept(
-    asker: Asker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oldest_are_forgotten_and_so_is_what_cannot_be_kept(asker: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 3
     monkeypatch.setattr(needs_cache, "MOST_FILES", most)
     asker.ask(number=0)
-    (asker.folder / "tmpabcdef").write_text("half")
     for number in range(1, most + 3):
         asker.ask(number=number)
     kept = list(asker.folder.iterdir())
@@ -132,7 +107,7 @@ def test_the_oldest_are_forgotten_and_so_is_what_killed_writers_left_and_what_ca
 
 
 def test_no_worker_reads_the_cache() -> None:
-    """A file that somebody has changed so that its digest holds can make a plan wrong, and no weight."""
+    """A file that somebody has changed can make a plan wrong, and no weight."""
 
     def named(name: str) -> set[str]:
         files = [file for folder in ("rollout", "cli", "sync", "trainer") for file in (ROOT / folder).rglob("*.py")]

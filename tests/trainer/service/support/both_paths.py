@@ -32,7 +32,7 @@ from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
 from weightlane.trainer.loop.protocols import Played, Trajectory, Turn
-from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_queue.job_queue import JobQueue
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import Export, Job, RlStep, Save, SftStep
 from weightlane.trainer.runner.runner import Runner
@@ -113,7 +113,7 @@ def trained_by_jobs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights and saved state after `jobs`: of a runner as a run has it, or of a worker that takes them from files."""
     jobs = [*jobs, Save(out / "state"), Export(out / "model", "float32")]
-    files = JobFiles(out / "jobs")
+    files = JobQueue(out / "jobs")
 
     async def use(dispatch: WorkerDispatch) -> None:
         runner = Runner(dispatch)
@@ -122,6 +122,7 @@ def trained_by_jobs(
                 await runner.run(job)
             return
         names = [files.submit(job) for job in jobs]
+        assert files.take_turn() is not None
         assert await JobWorker(files, runner).run(asyncio.Event(), until_empty=True) == len(names)
         assert files.failed() == []
 

@@ -19,11 +19,12 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.data.sequences import IGNORED
+from weightlane.trainer.service.wire import batches, bodies, tensors
 from weightlane.trainer.service.wire.batches import TrainBody, TrainRequest
-from weightlane.trainer.service.wire.bodies import WireLimits, address_of, decompressed
+from weightlane.trainer.service.wire.bodies import address_of, decompressed
 
 VOCABULARY = 50
-LIMITS = WireLimits()
+MOST_BYTES = 64 << 20
 
 
 def datum(tokens: list[int], **inputs: Any) -> tinker.Datum:
@@ -37,9 +38,9 @@ def message_of(data: list[tinker.Datum], loss: Any = "cross_entropy", config: An
 
 
 def train_request(
-    body: bytes, encoding: str = "", *, vocabulary: int = VOCABULARY, limits: WireLimits = LIMITS
+    body: bytes, encoding: str = "", *, vocabulary: int = VOCABULARY, most_bytes: int = MOST_BYTES
 ) -> TrainRequest:
-    return TrainBody.parse(decompressed(body, encoding, limits), limits).request(vocabulary)
+    return TrainBody.parse(decompressed(body, encoding, most_bytes)).request(vocabulary)
 
 
 def decoded(message: Any, **given_options: Any) -> TrainRequest:
@@ -66,7 +67,7 @@ def test_a_request_of_the_sdk() -> None:
         seq_id=7,
     )
     message.forward_only = True
-    body = TrainBody.parse(message.SerializeToString(), LIMITS)
+    body = TrainBody.parse(message.SerializeToString())
     assert (body.model_id, body.seq_id, body.forward_only) == ("s:train:0", 7, True)
     found = body.request(VOCABULARY)
     assert found.loss == "ppo"
@@ -95,7 +96,7 @@ def test_what_a_request_may_leave_out_and_which_part_counts() -> None:
     assert batch.target_tokens == 5, "targets of weight 0 stay"
     assert [each.per_token["weights"].tolist() for each in batch.sequences] == [[1.0] * 3, [0.0, 0.5]]
     message.ClearField("data")
-    found = TrainBody.parse(message.SerializeToString(), LIMITS)
+    found = TrainBody.parse(message.SerializeToString())
     assert (found.model_id, found.seq_id) == ("s:train:0", 1), "the address, whatever is wrong with the rest"
     with pytest.raises(ProtocolError, match="0 datums"):
         found.request(VOCABULARY)
@@ -167,7 +168,7 @@ def _another_input(message: Any) -> None:
 WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     ("datum 1, model_input.*id -1", lambda m: setattr(_prompt(m)[0].encoded_text, "tokens", b"\xff" * 8)),
     ("datum 1, model_input.*no whole", lambda m: setattr(_prompt(m)[0].encoded_text, "tokens", b"\1\0\0")),
-    ("datum 1, model_input.*kind image", lambda m: setattr(_prompt(m).add().image, "format", "png")),
+    ("datum 1, model_input.*no encoded text", lambda m: setattr(_prompt(m).add().image, "format", "png")),
     ("datum 1, target_tokens.*id 50 at 1", _set("target_tokens", dense=np.array([0, 50]).tobytes())),
     ("datum 1, target_tokens.*2 tokens", _set("target_tokens", dense=np.array([1]).tobytes(), shape=[1])),
     ("datum 1.*no target_tokens", lambda m: m.data[1].loss_fn_inputs.pop("target_tokens")),
@@ -207,20 +208,26 @@ def test_sparse_tensors_are_counted_together_before_any_is_made_dense() -> None:
         tracemalloc.stop()
 
 
-def test_a_request_at_the_limits_is_read_and_one_beyond_a_limit_is_refused() -> None:
+def test_a_request_at_the_limits_is_read_and_one_beyond_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = valid()
-    exact = WireLimits(body_bytes=len(message.SerializeToString()), datums=2, tokens=3, labels=5, cells=50)
-    assert decoded(message, limits=exact).shapes == ((3, 5), (2,))
-    for said, limits in (
-        ("datums", WireLimits(datums=1)),
-        ("more than 20 parts", WireLimits(parts=20)),
-        ("allowed", WireLimits(body_bytes=20)),
-        ("3 tokens", WireLimits(tokens=2)),
-        ("labels", WireLimits(labels=4)),
-        ("entries", WireLimits(cells=49)),
+    size = len(message.SerializeToString())
+    for said, module, name, exact in (
+        ("datums", batches, "MOST_DATUMS", 2),
+        ("3 tokens", batches, "MOST_TOKENS", 3),
+        ("labels", tensors, "MOST_LABELS", 5),
+        ("entries", tensors, "MOST_CELLS", 50),
     ):
+        monkeypatch.setattr(module, name, exact)
+        assert decoded(message, most_bytes=size).shapes == ((3, 5), (2,))
+        monkeypatch.setattr(module, name, exact - 1)
         with pytest.raises(ProtocolError, match=said):
-            decoded(message, limits=limits)
+            decoded(message)
+        monkeypatch.undo()
+    with pytest.raises(ProtocolError, match="allowed"):
+        decoded(message, most_bytes=size - 1)
+    monkeypatch.setattr(bodies, "MOST_PARTS", 20)
+    with pytest.raises(ProtocolError, match="more than 20 parts"):
+        decoded(message)
 
 
 def test_a_compressed_body_is_read_and_one_that_would_grow_is_refused_before_it_does() -> None:

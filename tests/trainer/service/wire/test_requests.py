@@ -21,7 +21,7 @@ from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerR
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.service.wire import requests, sampling_requests
-from weightlane.trainer.service.wire.bodies import WireLimits, decompressed
+from weightlane.trainer.service.wire.bodies import decompressed
 from weightlane.trainer.service.wire.requests import Request, request
 
 PATH = "tinker://s:train:0/weights/step-10"
@@ -166,7 +166,7 @@ def test_a_body_that_is_no_object_or_beyond_the_limit_is_refused() -> None:
         with pytest.raises(ProtocolError):
             request(requests.GetInfoRequest, body)
     with pytest.raises(ProtocolError, match="27 bytes or more, 26 are allowed"):
-        decompressed(b'{"model_id":  "s:train:0" }', "", WireLimits(body_bytes=26))
+        decompressed(b'{"model_id":  "s:train:0" }', "", 26)
 
 
 @given(st.sampled_from(WRITTEN), st.data())

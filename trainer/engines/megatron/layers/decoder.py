@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from ...attention import packed_attention
-from ..checkpoint import CheckpointShape
+from ..model_facts import CheckpointShape
 from ..rows import PackedRow
 from .gated_delta_net import GatedDeltaNet
 from .grouped_experts import GroupedExperts

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ..checkpoint import DeltaShape
+from ..model_facts import DeltaShape
 from ..rows import PackedRow
 
 _LENGTH_EPS = 1e-6

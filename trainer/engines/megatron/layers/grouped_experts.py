@@ -9,8 +9,6 @@ import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from weightlane.ckpt_engines import ConfigError
-
 
 class GroupedLinear(torch.nn.Module):
     """A linear layer of every expert on this rank, computed by one grouped matrix product.
@@ -19,14 +17,8 @@ class GroupedLinear(torch.nn.Module):
     rectangle of it, as fused matrices have. megatron-core's own needs the grouped_gemm package or TransformerEngine.
     """
 
-    def __init__(self, columns: int, rows: int, *, config: TransformerConfig, bias: bool, **_: Any) -> None:
+    def __init__(self, columns: int, rows: int, *, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
-        if bias:
-            raise ConfigError(
-                "trainer.megatron.grouped_gemm is true, but the model's experts have biases.",
-                part="megatron engine",
-                hint="Set trainer.megatron.grouped_gemm to false.",
-            )
         self._experts = config.num_moe_experts // config.expert_model_parallel_size
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(

@@ -7,7 +7,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ....config import TrainerConfig
-from ..checkpoint import CheckpointShape
+from ..model_facts import CheckpointShape
 
 _PART = "megatron engine"
 

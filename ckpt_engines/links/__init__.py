@@ -1,1 +1,0 @@
-"""Links: each wraps one half of an engine for the framework."""
