@@ -54,7 +54,7 @@ class RunProcess:
     That is a marker in the environment with which a program begins, or, for processes that are forked, the working directory.
     """
 
-    def __init__(self, arguments: Sequence[str], logs: Path) -> None:
+    def __init__(self, arguments: Sequence[str], logs: Path, *, forked: bool = True) -> None:
         self._marker = uuid.uuid4().hex
         self._logs = logs
         logs.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class RunProcess:
             "SPT_NOENV": "1",
             "COLUMNS": "200",
         }
-        start = ForkedPopen if has_server() else subprocess.Popen
+        start = ForkedPopen if forked and has_server() else subprocess.Popen
         with (logs / "out").open("wb") as out, (logs / "err").open("wb") as err:
             self._process = start(
                 [sys.executable, str(Path(sys.executable).with_name("weightlane")), *arguments],
@@ -192,15 +192,18 @@ class RunProcess:
             segment.unlink(missing_ok=True)
 
 
-StartRun = Callable[[Sequence[str]], RunProcess]
+StartRun = Callable[..., RunProcess]
 
 
 def starting(folder: Path) -> Iterator[StartRun]:
-    """A fixture that starts ``weightlane <arguments>``; whatever is left of it is killed after the test."""
+    """A fixture that starts ``weightlane <arguments>``; whatever is left of it is killed after the test.
+
+    The run and its Ray workers are forked from processes that have imported vLLM and torch, unless `forked` is false.
+    """
     started: list[RunProcess] = []
 
-    def start(arguments: Sequence[str]) -> RunProcess:
-        started.append(RunProcess(arguments, folder / f"run-{len(started)}"))
+    def start(arguments: Sequence[str], *, forked: bool = True) -> RunProcess:
+        started.append(RunProcess(arguments, folder / f"run-{len(started)}", forked=forked))
         return started[-1]
 
     yield start

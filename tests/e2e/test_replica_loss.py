@@ -77,7 +77,7 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     )
     (config.parent / "paced_reward_of_test.py").write_text(PACED_REWARD)
     slow = config.parent / "slow"
-    run = start_run(["train", str(config), "--plain"])
+    run = start_run(["train", str(config), "--plain"], forked=False)  # by one run, Ray starts all of its workers itself
 
     run.wait_for("step 10/")
     slow.touch()

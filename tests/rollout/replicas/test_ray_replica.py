@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -37,15 +36,6 @@ def test_a_replica_whose_process_is_killed_leaves_no_process_and_no_shared_memor
         owner.kill()
 
 
-@pytest.fixture(scope="module")
-def forking_ray(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A Ray whose actors fork vLLM's processes from one that has imported it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WEIGHTLANE_TEST_FORKS", "1")
-        request.getfixturevalue("local_ray")
-        yield
-
-
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
@@ -60,7 +50,7 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_no_process(
-    forking_ray: None, tmp_path: Path
+    local_ray: None, tmp_path: Path
 ) -> None:
     models = [make_llama(tmp_path / f"model{seed}", seed=seed) for seed in range(2)]
     config = RolloutConfig(

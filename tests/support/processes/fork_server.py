@@ -211,6 +211,7 @@ def _be_subreaper(yes: bool) -> None:
 
 def _serve(line: socket.socket) -> dict[str, Any] | None:
     """Obey requests; returns one in the process that is forked for it, and None when the asking process has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
     while (asked := _receive(line)) is not None:
         request, received = asked
         its_line, servers_line = socket.socketpair()
@@ -222,6 +223,8 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
                 os._exit(0)
             for number in (line.detach(), read, write):
                 os.close(number)
+            if request["new_session"]:
+                os.setsid()  # before its server is there, so that what it forks is in its session, too
             if os.fork() == 0:  # the server of the process that is forked here
                 for number in (its_line.detach(), *received):
                     os.close(number)
@@ -249,8 +252,6 @@ def _receive(line: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _become(request: dict[str, Any], received: list[int], line: socket.socket) -> None:
     """Be, in this fresh process, what was asked for, with a server at the other end of `line`."""
     global _server  # noqa: PLW0603
-    if request["new_session"]:
-        os.setsid()
     above = 1 + max(request["numbers"])  # out of the way of the numbers that are wanted
     _server = _Server(socket.socket(fileno=fcntl.fcntl(line, fcntl.F_DUPFD_CLOEXEC, above)))
     line.close()
@@ -347,8 +348,11 @@ def _share_gloo_device() -> None:
 def _main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     sys.modules["fork_server"] = sys.modules["__main__"]
+    # Ray's library reads the environment as it is loaded, that of the process and not this one's. vLLM would import it.
+    sys.modules["ray"] = None  # type: ignore[assignment]
     for name in IMPORTS:
         importlib.import_module(name)
+    del sys.modules["ray"], sys.modules["vllm.v1.executor.ray_utils"]  # which has found no Ray
     # vLLM's ranks look for work without a pause, and for a second after the last one: that takes the cores from everybody else.
     sys.modules["vllm.distributed.device_communicators.shm_broadcast"].sched_yield = lambda: time.sleep(_PAUSE_S)  # type: ignore[attr-defined]
     _share_gloo_device()

@@ -45,12 +45,10 @@ def _first_rank(*_: Any, rank: int = -1, **__: Any) -> bool:
     return (rank if rank >= 0 else int(os.environ.get("RANK", "0"))) == 0
 
 
-def _fork_vllm(_: Any) -> None:
-    """Let a replica's actor fork vLLM's processes, as the tests' own process does."""
-    if "WEIGHTLANE_TEST_FORKS" in os.environ:
-        sys.path.append(os.path.abspath(f"{os.path.dirname(__file__)}/../.."))  # noqa: PTH100, PTH120 - as above
-        importlib.import_module("helper_paths")
-        importlib.import_module("fork_server").install()
+def _fork_ray(services: Any) -> None:
+    """Let Ray fork its workers, if this process was forked: what they would import takes 15 CPU seconds."""
+    if "fork_server" in sys.modules:
+        importlib.import_module("ray_workers").fork_them(services)
 
 
 def _note_vllm(_: Any) -> None:
@@ -77,8 +75,7 @@ _ON_IMPORT: dict[str, Callable[[Any], None]] = {
     "torch.cpu": _hide_amx,
     "vllm": _note_vllm,
     "vllm.v1.engine.core": lambda module: _after("vllm engines", module.EngineCore, "__init__"),
-    "weightlane.rollout.replicas.ray_actor": _fork_vllm,
-    "ray._private.services": lambda module: _after("ray clusters", module, "start_gcs_server"),
+    "ray._private.services": lambda module: (_after("ray clusters", module, "start_gcs_server"), _fork_ray(module)),
     "torch.distributed.distributed_c10d": lambda module: _after(
         "torch groups", module, "init_process_group", _first_rank
     ),
