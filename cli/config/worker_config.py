@@ -14,7 +14,7 @@ from weightlane.sync.plan.links import check_relay
 from weightlane.trainer.algorithms.composition import rank_groups
 from weightlane.trainer.config import Section, TrainerConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
-from weightlane.trainer.runner.job_queue.job_queue import LEASE_S
+from weightlane.trainer.runner.job_queue.ledger import LEASE_S
 
 from .colocation import refuse_colocation
 from .run_config import ModelSection, ObserversSection, RaySection, check_observers

@@ -76,10 +76,10 @@ def assert_same(found: Job[Any], wanted: Job[Any]) -> None:
             assert mine.per_sequence == pytest.approx(its.per_sequence)
 
 
-@pytest.mark.parametrize("job", EXAMPLES, ids=lambda job: job.kind)
-def test_a_job_comes_back_as_it_was(job: Job[Any]) -> None:
+def test_a_job_of_every_kind_comes_back_as_it_was() -> None:
     assert {type(each) for each in EXAMPLES} == set(JOBS)
-    assert_same(decode_job(encode_job(job)), job)
+    for job in EXAMPLES:
+        assert_same(decode_job(encode_job(job)), job)
 
 
 def test_a_job_that_files_cannot_hold_is_refused() -> None:

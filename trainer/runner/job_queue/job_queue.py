@@ -29,11 +29,9 @@ from weightlane.ckpt_engines import Deadline, StorageError, WeightlaneError, err
 from ..job_codec import decode_job, decode_result, encode_job, encode_result
 from ..jobs import Job
 from .directory_store import DirectoryStore
-from .ledger import Ledger
+from .ledger import LEASE_S, Ledger
 from .object_store import ObjectStore, decode_json, encode_json
 
-LEASE_S = 30.0
-"""Time after which another worker takes over from one that does not answer: longer than a store's usual hiccups."""
 _LOCKED_LEASE_S = 1e6
 """The same for a directory, where the lock of a worker that has ended is free at once."""
 _NAME = re.compile(r"\d{12}-[0-9a-f]{12}\.job")

@@ -35,6 +35,9 @@ _RENEWALS = 6
 _RETRY_S = 0.5
 _JOIN_S = 5.0
 
+LEASE_S = 30.0
+"""Time after which another worker takes over from one that does not answer: longer than a store's usual hiccups."""
+
 
 class Ledger:
     """The ledger in `store`. A worker that takes the turn announces `lease_s`, and the others wait that long."""
