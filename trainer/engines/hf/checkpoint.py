@@ -136,6 +136,7 @@ def _parameters_on_meta() -> Iterator[None]:
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # it has no values that could be drawn
         register(module, name, parameter)
 
     with _ONE_AT_A_TIME:
