@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -111,11 +111,10 @@ def _gloo(turn: Turn, method: str, *arguments: float) -> Iterator[Round]:
         sender, *receivers = turn.every(method, meeting_point(), *arguments)
         return pushed_s(sender, receivers)
 
-    rendezvous = Rendezvous.host()
-    turn.every("open_gloo", rendezvous.address.to_plain(), len(turn.processes.pids), 1, turn.timeout_s)
-    yield exchange
-    turn.every("close_gloo")
-    rendezvous.close()
+    with closing(Rendezvous.host()) as rendezvous:
+        turn.every("open_gloo", rendezvous.address.to_plain(), len(turn.processes.pids), 1, turn.timeout_s)
+        yield exchange
+        turn.every("close_gloo")
 
 
 @contextmanager

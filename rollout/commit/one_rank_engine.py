@@ -56,7 +56,7 @@ class OneRankEngine(RolloutEngine):
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
         super().__init__(name, config, model_dir)
-        self.updates = ThreadPoolExecutor(1, f"weightlane-update-{name}")
+        self.updates = self._threads("update")
         """The thread on which the rank connects and makes updates, one after the other."""
         self.updating = RunningUpdate(0, trusted=True, deadline=Deadline.after(0))
         """The update that runs, or has run last."""
@@ -87,9 +87,17 @@ class OneRankEngine(RolloutEngine):
         rank, limit_s = self.running(), self.config.connect_timeout_s
         async with limited(limit_s, not_connected(limit_s, self.name)):
             try:
-                await self.in_thread(self.updates, rank.connect, fields, lambda _: None)
+                await self.in_thread(self.updates, self._connect, rank, fields)
             except RemoteFailureError as failure:
                 raise failure.error from failure
+
+    def _connect(self, rank: ReceivingRank, fields: Mapping[str, Any]) -> None:
+        """Connect, on the thread. A rank that has left meanwhile, as the engine does when it is closed, is not subscribed."""
+        if self._rank is rank:
+            rank.connect(fields, lambda _: None)
+        if self._rank is not rank:
+            rank.leave()
+            raise ClosedError("the replica is not running.", part=self.name)
 
     async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
         """Make an update on the thread. One that takes too long is given up, and finds that out by `RunningUpdate.check`."""
@@ -129,7 +137,12 @@ class OneRankEngine(RolloutEngine):
         if rank is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(rank.leave), _CLOSE_S)
-        self.updates.shutdown(wait=False)  # what is queued finds that nobody is subscribed any more
+        self.updates.shutdown(wait=False)  # what is queued finds that the engine is not open any more
+        self.updates = self._threads("update")
+
+    def _threads(self, purpose: str) -> ThreadPoolExecutor:
+        """One thread. A closed engine has fresh ones, for the next `start`."""
+        return ThreadPoolExecutor(1, f"weightlane-{purpose}-{self.name}")
 
     @staticmethod
     async def in_thread(threads: ThreadPoolExecutor, call: Callable[..., _T], *arguments: Any) -> _T:

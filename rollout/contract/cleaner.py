@@ -6,8 +6,9 @@ and SGLang leaves segments behind however it ends. No signal reaches the process
 
 Ray kills a dead actor's whole process group at once, and an actor whose raylet has died first kills its child processes, so that
 none of the replica's own processes can clean up. A cleaner therefore runs in a separate session, as nobody's child:
-``python -m weightlane.rollout.contract.cleaner``. It reads lines of JSON, which say what is to be ended and removed, until the
-end of its standard input, which closes with the replica, even if the replica is killed.
+``python -m weightlane.rollout.contract.cleaner OWNER_PID``. It reads lines of JSON, which say what is to be ended and removed,
+until the replica's process says so or ends. It watches that process itself, too: a program may have forked children, which hold
+the other end of any pipe.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from .named_segments import segments_of_trees, unlink
 _WAIT_S = 10.0
 """Most seconds that `close` waits for the cleaner, which needs a few milliseconds, or as long as a server takes to end."""
 _POLL_S = 0.5
-"""Seconds between two looks at what is watched."""
+"""Seconds between two looks at what a replica that starts has mapped."""
+_SERVER_POLL_S = 5.0
+"""Seconds between two looks at what a server has mapped, as long as it runs."""
 _GRACE_S = 5.0
 """Seconds in which a server may end by itself."""
 
@@ -42,7 +45,7 @@ class Cleaner:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,  # nothing is written: the end of it is the end of the cleaner
             stderr=subprocess.DEVNULL,
@@ -63,6 +66,8 @@ class Cleaner:
     def begin(self) -> None:
         """Let the cleaner end and remove everything, without waiting for it."""
         assert self._process.stdin is not None
+        if not self._process.stdin.closed:
+            self._send({"end": True})  # a forked child may hold the pipe open
         with suppress(OSError):
             self._process.stdin.close()
 
@@ -81,25 +86,32 @@ class Cleaner:
             self._process.stdin.flush()
 
 
-def main() -> None:
-    """In a process of its own, find out what is to be removed until the end of standard input, then remove it."""
+def main(owner: int) -> None:
+    """In a process of its own, find out what is to be removed until `owner` says so or ends, then remove it."""
+    ends = [0]
+    with suppress(OSError):  # a kernel or a container without them: the end of the pipe tells, too
+        ends.append(os.pidfd_open(owner))
     if os.fork():
         os._exit(0)
     segments: set[str] = set()
     before: set[str] = set()
     watched, group, rest = 0, 0, b""
-    while True:
-        readable = select.select([0], [], [], _POLL_S if watched else None)[0]
-        piece = os.read(0, 1 << 16) if readable else b""
-        if watched and not piece:
-            segments |= {str(each) for each in segments_of_trees([watched])} - before
-        if readable and not piece:
-            break
+    ended = False
+    while not ended:
+        poll_s = (_SERVER_POLL_S if group else _POLL_S) if watched else None
+        readable = select.select(ends, [], [], poll_s)[0]
+        piece = os.read(0, 1 << 16) if 0 in readable else b""
+        ended = bool(readable) and not piece
         if group and not _lives(group):
-            group = 0  # another process may get its id
+            watched = group = 0  # another process may get its id
         *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        messages = [json.loads(line) for line in lines]
+        ended = ended or any("end" in message for message in messages)
+        if watched and (ended or not piece):
+            segments |= {str(each) for each in segments_of_trees([watched])} - before
+        for message in messages:
+            if "end" in message:
+                break
             watched, group = message.get("watched", 0), message.get("group", 0)
             before, segments = set(message.get("before", ())), set(message.get("segments", ()))
     if group:
@@ -126,4 +138,4 @@ def _end(group: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

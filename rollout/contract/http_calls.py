@@ -137,8 +137,10 @@ class HttpCalls:
         except WeightlaneError:
             raise
         except TimeoutError as cause:
+            connecting = isinstance(cause, aiohttp.ConnectionTimeoutError)
+            within_s = _CONNECT_S if limit_s is None or connecting else limit_s
             raise DeadlineExceededError(
-                f"no answer to {method} /{path} within {limit_s:g} s.",
+                f"no answer to {method} /{path} within {within_s:g} s.",
                 part=self.part,
                 peer=self.url,
                 hint="Look into the server's log for what it waits for.",

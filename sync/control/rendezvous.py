@@ -340,7 +340,7 @@ class Rendezvous:
         host, port = host_and_port(
             address if isinstance(address, dict) else {}, "rendezvous", f"the member that leads {scope}"
         )
-        return join_store(host, port, deadline)
+        return join_store(host, port, deadline, f"the member that leads {scope}")
 
     @property
     def _hub(self) -> ControlHub:

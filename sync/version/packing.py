@@ -158,7 +158,7 @@ class Window:
     nbytes: int
     """Bytes of all pieces."""
     packed_bytes: int
-    """Length of a buffer that has all pieces back to back, each aligned for its dtype."""
+    """Length of a buffer that has all pieces back to back, each aligned for its dtype; a multiple of 8."""
     snapshot_end: int
     """One past the last byte of the snapshot that is needed."""
     shift: int | None
@@ -167,8 +167,8 @@ class Window:
 
 _KEPT_WINDOWS = 1 << 14
 """Limit for the windows that are kept for the next version, which bounds their memory."""
-_PACKED_ALIGNMENT = 8
-"""Pieces begin at multiples of this in a packed buffer: the size of the largest elements."""
+_LARGEST_ELEMENT = 8
+"""Bytes of the largest elements."""
 
 
 class CopyTable:
@@ -179,7 +179,7 @@ class CopyTable:
     """
 
     def __init__(self, placed: Iterable[tuple[SnapshotSlice, int]]) -> None:
-        self._placed = sorted(placed, key=lambda each: each[1])
+        self._placed = sorted(placed, key=lambda each: (each[1], each[0].first_in_tensor))
         self._ends = [offset + math.prod(each.shape) * each.dtype.itemsize for each, offset in self._placed]
         self._windows: dict[tuple[int, int], Window] = {}
 
@@ -216,11 +216,15 @@ class CopyTable:
             low, high = max(start - offset, 0) // width, min((stop - offset) // width, numel)
             for part in each.within(low, high):
                 first = offset // width + part.first_in_tensor
+                # Aligned by what is before, and not padded by itself: rank 0 may know as one slice what another rank holds in
+                # several, and both must find the same elements at the same places.
+                packed = -(-packed // width) * width
                 pieces.append(Piece(part, first, packed // width))
                 nbytes += part.nbytes
-                packed += -(-part.nbytes // _PACKED_ALIGNMENT) * _PACKED_ALIGNMENT
+                packed += part.nbytes
                 end = max(end, part.end)
                 shifts.add((part.first - first) * width if part.is_parallel else None)
+        packed = -(-packed // _LARGEST_ELEMENT) * _LARGEST_ELEMENT
         return Window(pieces, nbytes, packed, end, shifts.pop() if len(shifts) == 1 else None)
 
     def pack(self, snapshot: torch.Tensor, start: int, stop: int, payload: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -98,14 +99,24 @@ class ServerProcess:
             "OMP_NUM_THREADS": str(config.threads_per_rank),
         }
         self._cleaner = Cleaner()
-        self._process = subprocess.Popen(  # noqa: S603 - the user's own Python
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own Python
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as cause:
+            self._cleaner.close()
+            self._secret.close()
+            self._log.close()
+            raise ConfigError(
+                f"the Python of SGLang's server cannot be started: {cause}.",
+                part="sglang",
+                hint="rollout.extra_engine_args.python names it.",
+            ) from cause
         self._cleaner.watch(self._process.pid)
 
     @property
@@ -124,7 +135,8 @@ class ServerProcess:
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._cleaner.close()
         with suppress(OSError):

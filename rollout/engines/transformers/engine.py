@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,7 +61,7 @@ class TransformersEngine(OneRankEngine):
         self._version = 0
         self._computing = threading.Lock()
         """Held during a step, and while a new model takes the place of the old one."""
-        self._steps = ThreadPoolExecutor(1, f"weightlane-generate-{name}")
+        self._steps = self._threads("generate")
         self._generating: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
 
@@ -128,12 +127,17 @@ class TransformersEngine(OneRankEngine):
     async def close(self) -> None:
         """End the threads, and free the model."""
         await self.abort(list(self._requests))
-        await self.leave()
-        if self._generating is not None:
-            self._generating.cancel()
-            await asyncio.wait([self._generating], timeout=_CLOSE_TIMEOUT_S)
-        self._model = None
-        self._steps.shutdown(wait=False, cancel_futures=True)
+        generating, self._generating = self._generating, None
+        if generating is not None:
+            generating.cancel()
+        try:
+            await self.leave()
+            if generating is not None:
+                await asyncio.wait([generating], timeout=_CLOSE_TIMEOUT_S)
+        finally:
+            self._model = None
+            self._steps.shutdown(wait=False, cancel_futures=True)
+            self._steps = self._threads("generate")
 
     def _load(self) -> TransformersLoader:
         dtype = None if self.config.dtype == "auto" else getattr(torch, self.config.dtype)

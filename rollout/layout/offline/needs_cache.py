@@ -4,7 +4,7 @@ Only plans use the cache. A replica traces its own model, which takes a fraction
 wrong cache file cannot affect a weight.
 
 JSON files lie in ``$XDG_CACHE_HOME/weightlane/layouts`` (``~/.cache`` if that is not set). The name of a file is a digest of
-everything that its answer depends on. A damaged file counts as missing. A cache that cannot be written raises nothing.
+everything that its answer depends on. A file without an answer counts as missing. A cache that cannot be written raises nothing.
 """
 
 from __future__ import annotations
@@ -96,8 +96,13 @@ def _write(path: Path, text: str) -> None:
     """Write a file that appears complete or not at all, and remove the oldest ones."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as partial:
-        partial.write(text)
-    Path(partial.name).replace(path)
+        try:
+            partial.write(text)
+            partial.flush()
+            Path(partial.name).replace(path)
+        except OSError:
+            Path(partial.name).unlink(missing_ok=True)
+            raise
     newest_first = sorted(path.parent.iterdir(), key=lambda file: -file.stat().st_mtime_ns)
     for file in newest_first[MOST_FILES:]:
-        file.unlink()
+        file.unlink(missing_ok=True)

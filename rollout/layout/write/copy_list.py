@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from ..map.layout_map import LayoutCopy, SourceSpec
 
 _SMALL = 64 << 10
 """Largest copy in bytes that keeps the interpreter lock, which takes a fifth of the time of a call that releases it."""
+_DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +49,37 @@ class HostCopy:
         copy_bytes(self.live, memory[self.start : self.stop])
 
 
-def _arrangement(tensors: Mapping[str, torch.Tensor]) -> tuple[int, list[tuple[object, ...]]]:
-    """The lowest address of `tensors`, and how each lies in memory: its first byte is relative to that address."""
-    addresses = [tensor.data_ptr() for tensor in tensors.values()]
-    lowest = min(addresses, default=0)
-    arranged: list[tuple[object, ...]] = [
-        (name, tensor.shape, tensor.dtype, address - lowest, tensor.is_contiguous())
-        for (name, tensor), address in zip(tensors.items(), addresses, strict=True)
-    ]
-    return lowest, arranged
+class _Arrangement:
+    """Shapes, dtypes and relative addresses of tensors; compared without an object per tensor."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._names = list(tensors)
+        self._numels = [tensor.numel() for tensor in tensors.values()]
+        self._ranks = [tensor.dim() for tensor in tensors.values()]
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items() if tensor.dim() > 1}
+        """Shapes of tensors with more than one dimension: asking all tensors would double the cost of the comparison."""
+        self._dtypes = [tensor.dtype for tensor in tensors.values()]
+        addresses = [tensor.data_ptr() for tensor in tensors.values()]
+        lowest = min(addresses, default=0)
+        self.offsets = {name: address - lowest for name, address in zip(self._names, addresses, strict=True)}
+        """First byte of each tensor, relative to the lowest address."""
+
+    def lowest(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        """The lowest address of `tensors` if they are contiguous and arranged like the first ones, else None."""
+        values = tensors.values()
+        if not values or list(tensors) != self._names:
+            return None
+        addresses = list(map(torch.Tensor.data_ptr, values))
+        lowest = min(addresses)
+        same = (
+            all(map(operator.eq, map(torch.Tensor.numel, values), self._numels))
+            and all(map(operator.eq, map(torch.Tensor.dim, values), self._ranks))
+            and all(tensors[name].shape == shape for name, shape in self._shapes.items())
+            and all(map(operator.is_, map(_DTYPE, values), self._dtypes))
+            and all(map(torch.Tensor.is_contiguous, values))
+            and [address - lowest for address in addresses] == list(self.offsets.values())
+        )
+        return lowest if same else None
 
 
 class StagedCopies:
@@ -65,8 +89,8 @@ class StagedCopies:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], copies: Iterable[tuple[str, HostCopy]]) -> None:
-        lowest, self._arranged = _arrangement(tensors)
-        offsets = {name: tensor.data_ptr() - lowest for name, tensor in tensors.items()}
+        self._arrangement = _Arrangement(tensors)
+        offsets = self._arrangement.offsets
         self._nbytes = max((offsets[name] + tensor.nbytes for name, tensor in tensors.items()), default=0)
         self._small: list[tuple[memoryview, int, int]] = []
         self._large: list[tuple[HostCopy, int]] = []
@@ -78,8 +102,8 @@ class StagedCopies:
 
     def memory(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The bytes of a version from its lowest address on; None if the version is not arranged like the first one."""
-        lowest, arranged = _arrangement(tensors)
-        if not arranged or arranged != self._arranged:
+        lowest = self._arrangement.lowest(tensors)
+        if lowest is None:
             return None
         storage = next(iter(tensors.values())).untyped_storage()
         start = lowest - storage.data_ptr()

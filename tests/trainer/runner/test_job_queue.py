@@ -69,10 +69,23 @@ def test_a_store_whose_writes_heed_no_conditions_is_refused_in_words(s3_options:
         JobQueue("s3://missing/jobs", s3_options).take_turn()
 
 
-def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_used_is_an_error_at_once_and_its_lock_alone_is_the_turn(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be used"):
         JobQueue(tmp_path / "file")
+    worker, other = JobQueue(tmp_path / "jobs"), JobQueue(tmp_path / "jobs")
+    store = DirectoryStore(tmp_path / "jobs")
+    assert store.lock()
+    assert other.take_turn() is None, "nobody is named as the owner yet"
+    store.unlock()
+    give_back = worker.take_turn()
+    assert give_back is not None
+    worker.submit(Publish(1))
+    (tmp_path / "jobs" / "worker.json").unlink()
+    (tmp_path / "jobs" / "worker.json").mkdir()
+    with pytest.raises(StorageError, match="cannot be used"):
+        worker.take()
+    give_back()
 
 
 def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(place: Place) -> None:

@@ -171,7 +171,7 @@ def stored_weights(
     _refuse_names(
         model_dir, "mismatched_keys", (name for name in wanted & held if stored[name].box.shape != shapes[name])
     )
-    if held < wanted:
+    if held < wanted and (held or head == "tokens"):  # files of a model without a head may lack the prefix of its body
         excused = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
         missing = (name for name in wanted - held if not any(re.search(each, name) for each in excused))
         _refuse_names(model_dir, "missing_keys", missing)
@@ -232,10 +232,16 @@ def whole_model(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
         model, report = _model_class(head).from_pretrained(
             model_dir, dtype=torch.float32, local_files_only=True, output_loading_info=True, **_SETTINGS[head]
         )
-    except (OSError, RuntimeError, ValueError) as cause:
+    except (OSError, RuntimeError, ValueError, ImportError) as cause:
         raise ConfigError(
             f"the model in {model_dir} cannot be loaded: {cause}", part="model", hint="Check or fetch it again."
         ) from cause
+    if coded := [name for name, each in model.named_parameters() if each.dtype != torch.float32]:
+        raise ConfigError(
+            f"the weights in {model_dir} are quantised, and transformers keeps them so: {some_of(coded)}.",
+            part="model",
+            hint="Train a checkpoint in bfloat16 or float32.",
+        )
     if head == "value":
         own, module = value_head(model)
         inside = (f"{model.base_model_prefix}.", f"{own}.")

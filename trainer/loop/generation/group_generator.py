@@ -84,6 +84,8 @@ class GroupGenerator:
                 episodes = await self._played(self._parts.player, rollout, task, count, greedy=greedy, trained=trained)
             if episodes is None:
                 return None
+            if not episodes:  # nothing was generated: that says nothing about overlong completions
+                return PromptGroup(task, [], rollout.name)
             return self._group(task, [each for each in episodes if each is not None], rollout, trained=trained)
 
     async def _answered(

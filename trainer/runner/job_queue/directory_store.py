@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weightlane.ckpt_engines import StorageError, WeightlaneError
@@ -26,6 +26,9 @@ class DirectoryStore:
     It is on a file system of this machine, or one whose locks (flock) hold between all processes that use it. Every method raises
     `StorageError` if the file system refuses.
     """
+
+    permanent_errors = True
+    """See `ObjectStore.permanent_errors`."""
 
     def __init__(self, directory: Path) -> None:
         self.url = str(directory)
@@ -52,11 +55,15 @@ class DirectoryStore:
         unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
         with self._typed():
             path.parent.mkdir(exist_ok=True)
-            with unfinished.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
+            try:
+                with unfinished.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                unfinished.replace(path)
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
             folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
@@ -93,9 +100,10 @@ class DirectoryStore:
                 os.close(descriptor)
                 return False
             self._lock = descriptor
-            for path in self._folder.glob(f"*/.*{_PARTIAL}"):
-                if path.stat().st_mtime < time.time() - _ABANDONED_S:
-                    path.unlink(missing_ok=True)
+            for path in self._folder.glob(f"**/.*{_PARTIAL}"):
+                with suppress(FileNotFoundError):  # it has got its name
+                    if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                        path.unlink()
         return True
 
     def unlock(self) -> None:

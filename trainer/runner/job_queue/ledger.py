@@ -80,6 +80,8 @@ class Ledger:
         started, locked = self._clock(), self._store.lock()
         found = self._store.read_tagged(KEY)
         content, etag = ({}, None) if found is None else (decode_json(found[0], f"{self._store.url}/{KEY}"), found[1])
+        if locked is False:  # a worker that has no owner's name yet, or no more, has the turn all the same
+            return False
         if content.get("owner") and not locked:
             assert etag is not None
             if etag != self._seen[0]:
@@ -118,6 +120,8 @@ class Ledger:
                 try:
                     etag = self._swapped(data)
                 except (StorageError, DeadlineExceededError) as error:
+                    if self._store.permanent_errors:
+                        raise
                     self.check()
                     trouble = error
                     time.sleep(min(_RETRY_S, self._lease_s / _RENEWALS))

@@ -133,16 +133,19 @@ class ObjectStore:
 
         return self._run(call, f"list {folder}")
 
-    def lock(self) -> bool:
+    permanent_errors = False
+    """Whether a write that has failed will fail again: a store may only have hiccups."""
+
+    def lock(self) -> bool | None:
         """Lock the store until `unlock`, or the end of this process; False if another process has the lock.
 
-        An object store has no lock: the `Ledger` alone says who has the turn. Raises `ConfigError` if the store does not heed the
-        conditions of writes, as stores before 2024 do not.
+        None: an object store has no lock, and the `Ledger` alone says who has the turn. Raises `ConfigError` if the store does
+        not heed the conditions of writes, as stores before 2024 do not.
         """
         if not self._checked:
             self._check_conditions()
             self._checked = True
-        return False
+        return None
 
     def unlock(self) -> None:
         """Release the lock."""
