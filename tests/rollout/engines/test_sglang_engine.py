@@ -248,18 +248,21 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
         broken = {"python": str(python), "port_of_call": 3, "config": "none"}
         with pytest.raises(WorkerDiedError, match=r"(?s)ended while starting.*--config none .*--port-of-call 3"):
             await replica_of(models[0], extra_engine_args=broken).start()
+        with pytest.raises(ConfigError, match=r"cannot be started: .*No such file"):
+            await replica_of(models[0], extra_engine_args={"python": str(python) + ".missing"}).start()
 
     in_loop(test)
 
 
-def test_a_server_ends_with_a_killed_owner_and_leaves_no_shared_memory(tmp_path: Path) -> None:
-    """SGLang maps a file that it never removes, and unlinks nothing when it is killed."""
+def test_a_server_ends_with_a_killed_owner_that_has_forked_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """SGLang maps a file that it never removes, and unlinks nothing when it is killed. A forked child holds the owner's pipes."""
     pid, segment = tmp_path / "pid", Path(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}")
     owner = (
-        "import subprocess, sys; from weightlane.rollout.contract.cleaner import Cleaner\n"
+        "import os, subprocess, sys, time; from weightlane.rollout.contract.cleaner import Cleaner\n"
         "server = subprocess.Popen(sys.argv[1:], start_new_session=True); cleaner = Cleaner()\n"
         "cleaner.watch(server.pid)\n"
-        "print('watched', flush=True); server.wait()"
+        "child = os.fork() or time.sleep(10000)\n"
+        "print(child, flush=True); server.wait()"
     )
     code = (
         "import mmap, os, time; from pathlib import Path\n"
@@ -270,7 +273,10 @@ def test_a_server_ends_with_a_killed_owner_and_leaves_no_shared_memory(tmp_path:
     with subprocess.Popen([sys.executable, "-c", owner, *server], stdout=subprocess.PIPE) as process:
         wait_until(pid.exists, "server")
         assert process.stdout is not None
-        assert process.stdout.readline() == b"watched\n"
+        child = int(process.stdout.readline())
         process.kill()
-    wait_until(lambda: not Path("/proc", pid.read_text()).exists(), "end of the server")
-    wait_until(lambda: not segment.exists(), "removal of its shared memory")
+    try:
+        wait_until(lambda: not Path("/proc", pid.read_text()).exists(), "end of the server")
+        wait_until(lambda: not segment.exists(), "removal of its shared memory")
+    finally:
+        os.kill(child, signal.SIGKILL)
