@@ -160,7 +160,7 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
         assert replica.stdout is not None
         paths += [Path("/dev/shm") / name for name in replica.stdout.readline().split()]
         assert [path.exists() for path in paths] == [True, True]
-        (cleaner,) = (each for each in _marked(marker) if each.cmdline()[-1].endswith(".contract.cleaner"))
+        (cleaner,) = (each for each in _marked(marker) if ".contract.cleaner" in each.cmdline()[-2])
         # It sleeps between two looks, so after three sleeps it has looked once from beginning to end.
         slept = cleaner.num_ctx_switches().voluntary
         wait_until(lambda: cleaner.num_ctx_switches().voluntary >= slept + 3, "the cleaner has looked")
