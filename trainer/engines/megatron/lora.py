@@ -28,9 +28,9 @@ from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.sites import LoraSite, chosen_sites
-from .checkpoint import CheckpointSlice, Coordinates
 from .layers import GroupedLinear
 from .model_facts import CheckpointShape
+from .parameter_map import CheckpointSlice, Coordinates
 from .weights import parameter_pieces, unwrapped
 
 Shapes = Mapping[str, tuple[int, ...]]

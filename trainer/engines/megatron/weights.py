@@ -27,8 +27,8 @@ from ..hf.model_dir import half_precision
 from ..hf.stored_slices import TrainedSlice
 from ..optimizers.adamw import AdamW
 from ..optimizers.settings import MOMENTS, STEP, Moments
-from .checkpoint import CheckpointSlice, Coordinates, pieces_of
 from .model_facts import CheckpointShape
+from .parameter_map import CheckpointSlice, Coordinates, pieces_of
 
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from weightlane.ckpt_engines import ConfigError
 
 from ....config import TrainerConfig
-from ..checkpoint import Coordinates
+from ..parameter_map import Coordinates
 
 _LOCK = threading.Lock()
 """Guards `_current`: engines may be in several threads of a process."""
