@@ -217,10 +217,8 @@ def poll_until(
 ) -> None:
     """Call `done` until it returns true: every 20 microseconds for the first 2 milliseconds, then every millisecond.
 
-    Public in `toolkit`.
-
     Keeps no core busy, because trainer and rollout may share the cores. Raises `DeadlineExceededError` that names `peer`,
-    `ClosedError` when the half is closed, as happens when a peer dies, and what `done` raises.
+    `ClosedError` when the half is closed, as happens when a peer dies, and what `done` raises. Public in `toolkit`.
     """
     short_pauses_until = time.monotonic() + _FIRST_POLLS_S
     while not done():

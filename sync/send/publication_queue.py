@@ -83,9 +83,8 @@ class PublicationQueue:
             superseded, self._waiting = self._waiting, publication
             self._unsent = publication.version
             if self._current is not None and self._current.progress.error is not None:
-                self._current = (
-                    None  # its failure does not matter any more, and the new one may have the same version number
-                )
+                # Its failure does not matter any more, and the new one may have the same version number.
+                self._current = None
             self._changed.notify_all()
         return superseded
 

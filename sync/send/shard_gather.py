@@ -57,7 +57,6 @@ class ShardGather:
         deadline: Deadline,
     ) -> ShardGather:
         """Open the process group with the other ranks."""
-        store = rendezvous.store(f"gather-group/{session}", leads=rank == 0, deadline=deadline)
         backend = _BACKENDS.get(device.type)
         if backend is None:
             raise ConfigError(
@@ -68,6 +67,7 @@ class ShardGather:
         host = rendezvous.local_host
 
         def open_group() -> Group:
+            store = rendezvous.store(f"gather-group/{session}", leads=rank == 0, deadline=deadline)
             with runtime_of(device).current():
                 return open_process_group(
                     backend, store, rank, len(names), deadline, host=host, device=device, names=names

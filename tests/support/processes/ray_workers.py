@@ -1,4 +1,4 @@
-"""Lets Ray fork its workers: a worker that imports vLLM or torch for itself takes 5 to 20 CPU seconds before it does anything.
+"""Lets Ray fork its workers: one that imports vLLM or torch for itself spends most of its CPU time on that.
 
 A raylet starts each worker by a command. `fork_them` puts this file into that command. Run by the raylet, it sends what it was
 given to a process that the driver has started, and ends. That process forks the worker, which is Ray's ordinary worker with the

@@ -46,7 +46,7 @@ def _first_rank(*_: Any, rank: int = -1, **__: Any) -> bool:
 
 
 def _fork_ray(services: Any) -> None:
-    """Let Ray fork its workers, if this process was forked: what they would import takes 15 CPU seconds."""
+    """Let Ray fork its workers, if this process was forked: what they need is imported here."""
     if "fork_server" in sys.modules:
         importlib.import_module("ray_workers").fork_them(services)
 
