@@ -91,7 +91,8 @@ def test_every_typed_error_and_no_other_is_explained_on_the_page_about_failures(
     assert {word for word in text.split("`") if word.endswith("Error") and word.isidentifier()} == ours
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_and_paths_lead_somewhere() -> None:
+    ours = r"`((?:ckpt_engines|sync|trainer|rollout|plugins|cli|tests|benchmarks|examples)/[a-z\d_./-]+\.\w+)`"
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
     broken = []
     for page in pages:
@@ -100,4 +101,5 @@ def test_links_between_pages_lead_somewhere() -> None:
             leads_to = (page.parent / target).resolve()
             if "://" not in target and leads_to not in there and not leads_to.exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
+        broken += [f"{page.name}: {path}" for path in re.findall(ours, page.read_text()) if not (ROOT / path).is_file()]
     assert not broken
