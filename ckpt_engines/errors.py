@@ -22,11 +22,10 @@ class WeightlaneError(Exception):
     """
 
     def __init__(self, message: str, *, part: str = "weightlane", peer: str = "", hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.part = part
-        self.peer = peer
-        self.hint = hint
+        # A file name that is not UTF-8 has characters that no message and no log can carry.
+        texts = (text.encode(errors="backslashreplace").decode() for text in (message, part, peer, hint))
+        self.message, self.part, self.peer, self.hint = texts
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         peer = f" (peer {self.peer})" if self.peer else ""

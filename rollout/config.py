@@ -90,8 +90,9 @@ class RolloutConfig(BaseModel):
         description=(
             "How a full version is written into the weights. staged: it is received into separate memory while requests are"
             " served, then copied between two decode steps, and can be rolled back. in_place: for tight memory; requests wait"
-            " while each bucket is received and written straight into the weights. This needs memory for one bucket and cannot"
-            " be rolled back: a replica that fails half-way is out of service until the next version."
+            " while each bucket is received and written straight into the weights. This needs memory for one bucket of each"
+            " trainer rank that sends to it, and cannot be rolled back: a replica that fails half-way is out of service until"
+            " the next version."
             " rollout.commit_timeout_s must then allow for the transfer."
         ),
     )
@@ -99,9 +100,9 @@ class RolloutConfig(BaseModel):
         None,
         ge=1,
         description=(
-            "Most memory a rollout rank may use to stage versions, in bytes; with commit = in_place at least one bucket. Memory"
-            " for two versions lets the rank keep the serving one, so that a commit that fails half-way is rolled back. none:"
-            " twice the rank's share of the model, or once if a device has no more."
+            "Most memory a rollout rank may use to stage versions, in bytes; with commit = in_place at least one bucket of each"
+            " trainer rank that sends to it. Memory for two versions lets the rank keep the serving one, so that a commit that"
+            " fails half-way is rolled back. none: twice the rank's share of the model, or once if a device has no more."
         ),
     )
     adapter: AdapterConfig | None = Field(

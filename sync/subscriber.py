@@ -277,7 +277,7 @@ class Subscriber(Participant):
                 hint='Set rollout.commit to "staged", or sync.quantise to "none".',
             )
         if self._in_place and not manifest.is_delta:
-            self._check_bucket_limit(0 if viewed else manifest.largest_bucket_bytes, manifest.version)
+            self._check_bucket_limit(0 if viewed else session.live_bytes(manifest), manifest.version)
             self._give_stream_up("another version was offered.")
             ready = Ready(name=self.name, session=session.name, version=manifest.version)
             self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready), self._live)
@@ -296,7 +296,7 @@ class Subscriber(Participant):
     def _check_bucket_limit(self, needed: int, version: int) -> None:
         if self._limit and needed > self._limit:
             raise StagingMemoryError(
-                f"taking version {version} in place needs a bucket of {needed / 2**20:.1f} MiB,"
+                f"taking version {version} in place needs a bucket of each sender, {needed / 2**20:.1f} MiB,"
                 f" {self._limit / 2**20:.1f} MiB are allowed.",
                 part=self.name,
                 hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes.",

@@ -8,10 +8,12 @@ import select
 import socket
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from ..errors import PeerLostError, ProtocolError, TransportError
-from ..waits import Deadline, Lifecycle
+from ..errors import DeadlineExceededError, PeerLostError, ProtocolError, TransportError
+from ..runtime.threads import start_call
+from ..waits import Deadline, Lifecycle, result_of
 from .channel import LENGTH, Channel, Keys, decode_text
 from .handshake import Agreement, Challenge, Hello, configure, encode_message, text_bytes
 from .listener import Admission, Listener
@@ -115,8 +117,11 @@ def dial(
     """
     targets: list[tuple[int, Any]] = [(socket.AF_UNIX, address)]
     if not isinstance(address, str):
+        resolving = start_call(partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
         try:
-            found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            found = result_of(resolving, deadline, f"the address of {address[0]}", life.part)
+        except DeadlineExceededError:  # which is an OSError
+            raise
         except (OSError, ValueError) as error:  # ValueError: a text that cannot be a host's name
             raise TransportError(f"cannot resolve {address[0]!r}: {error}.", part=life.part, peer=peer) from error
         targets = [(family, target) for family, _, _, _, target in found]

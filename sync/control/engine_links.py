@@ -70,8 +70,6 @@ class EngineLinks:
                     start_call(half.address), Deadline.after(_QUICK_S), "the engine's address", self._name
                 )
                 mailbox.put(f"{link.number}/{self._name}", dict(address))
-        if not links:
-            return
         threads = DaemonThreads(len(links), f"weightlane-link-{self._name}")
         connecting = [threads.submit(self._connect, rendezvous, session, link, deadline) for link in links]
         threads.shutdown(wait=False)

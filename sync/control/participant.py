@@ -98,8 +98,8 @@ class Participant(ABC):
         self._over: WeightlaneError | None = None
         """Why no version can be committed any more."""
         self._closed = threading.Event()
-        self._run_over = False
-        """Whether the coordinator is gone, so that `close` sends no `Left`."""
+        self.run_over = False
+        """Whether this participant has learned that the coordinator is gone, so that `close` sends no `Left`."""
         self._process = os.getpid()
         self._inbox = f"{name}#{secrets.token_hex(4)}"
         self.rendezvous.listen(self._inbox)
@@ -107,11 +107,6 @@ class Participant(ABC):
         self._connecting: threading.Thread | None = None
         self._turn = threading.Lock()
         """Held while the session changes or becomes ready."""
-
-    @property
-    def run_over(self) -> bool:
-        """Whether this participant has learned that the coordinator is gone."""
-        return self._run_over
 
     def start(self) -> None:
         """Start the control thread and join the run."""
@@ -170,7 +165,7 @@ class Participant(ABC):
         closed = ClosedError("this participant was closed.", part=self.name)
         self._end_all(closed)
         self.rendezvous.end_waits(closed)  # of a thread that connects
-        if not self._run_over:
+        if not self.run_over:
             try:
                 self._tell(Left(name=self.name, inbox=self._inbox))
             except WeightlaneError:
@@ -254,13 +249,13 @@ class Participant(ABC):
                 self._report(-1, self.session, error)
                 continue
             except WeightlaneError as error:
-                self._run_over = True
+                self.run_over = True
                 if not self._closed.is_set():
                     self._close_links()
                     self._end_all(error)
                 return
             if isinstance(message, Stop):
-                self._run_over = True
+                self.run_over = True
                 if not self._closed.is_set():  # the coordinator has sent it, not `close`
                     self._close_links()
                     self._end_all(ClosedError("the coordinator has closed.", part=self.name))

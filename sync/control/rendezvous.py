@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -151,8 +150,10 @@ class Rendezvous:
     Its methods raise `ClosedError`, which names the coordinator, if the connection to the hub has ended.
     """
 
-    def __init__(self, address: RendezvousAddress) -> None:
+    def __init__(self, address: RendezvousAddress, local_host: str) -> None:
         self.address = address
+        self.local_host = local_host
+        """This machine's address on the network that leads to the hub."""
         self._process = os.getpid()
         self._hosted: ControlHub | None = None
         self._send: Callable[[Frame], None]
@@ -176,7 +177,7 @@ class Rendezvous:
         """
         secret = new_secret()
         hub = ControlHub(host, port, _key(secret), silence_s)
-        hosting = cls(RendezvousAddress(host, hub.port, secret))
+        hosting = cls(RendezvousAddress(host, hub.port, secret), hub.host)
         received = _while_it_exists(hosting._received)
         member = Member(lambda frame, _digest: received(frame))
         hosting._hosted, hosting._send, hosting._close = hub, lambda frame: hub.handle(member, frame), hub.close
@@ -194,7 +195,7 @@ class Rendezvous:
             channel = dial(where, life, deadline, peer=COORDINATOR, key=_key(address.secret), hello=Hello())
         finally:
             life.close()
-        joined = cls(address)
+        joined = cls(address, channel.socket.getsockname()[0])
         received, ended = _while_it_exists(joined._received), _while_it_exists(joined._on_end)
         connection = ControlConnection(channel.socket, channel.keys, received, ended)
         joined._send, joined._close = connection.send, connection.close
@@ -320,7 +321,8 @@ class Rendezvous:
 
     def forget_session(self, session: str) -> None:
         """[host] Drop a session's values in mailboxes. Waits for such values raise `ClosedError`."""
-        self._hub.forget_session(session)
+        if session:
+            self._hub.mailboxes.forget_session(session)
 
     def session_key(self, session: str) -> bytes:
         """The secret of one session, for `Topology.key`."""
@@ -346,13 +348,6 @@ class Rendezvous:
     def _hub(self) -> ControlHub:
         assert self._hosted is not None, "called in the hub's process"
         return self._hosted
-
-    @property
-    def local_host(self) -> str:
-        """This machine's address on the network that leads to the hub; loopback in the hub's process."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
-            probe.connect((self.address.host, self.address.port))
-            return str(probe.getsockname()[0])
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ..plan.links import PlannedLink
 from ..plan.session_plan import SessionPlan
 from ..send.pipeline import destinations_of
 from ..version.bucket_checksums import StoredChecksums
-from ..version.manifest import Manifest
+from ..version.manifest import Manifest, aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,10 @@ class ReceiveSession:
             return sent, layout.as_version(sent.version, sent.identity)
         # Versions share the objects `specs` and `slicing`, so that results cached for these objects hold for all versions.
         return sent, replace(sent.only(self._lanes), specs=layout.specs, slicing=layout.slicing)
+
+    def live_bytes(self, manifest: Manifest) -> int:
+        """Bytes of one bucket for each sender on each link: if they shared a buffer, two ranks might wait for each other."""
+        return sum(len(source.hops) for source in self.sources) * aligned(manifest.largest_bucket_bytes)
 
     def expected_buckets(self, sent: Manifest, own: Manifest, source: Source) -> Sequence[ExpectedBucket]:
         """The buckets of a version that arrive from `source`, in the order they are sent: the same for all dense versions."""

@@ -187,8 +187,6 @@ class VersionReceiver:
         Raises the first error of a task at once; the others end when the session is closed. Raises `DeadlineExceededError` naming
         the peers if a call of the engine outlives its deadline.
         """
-        if not tasks:
-            return
         threads = DaemonThreads(len(tasks), f"weightlane-receive-{self._name}")
         running = [threads.submit(task) for _, task in tasks]
         threads.shutdown(wait=False)
@@ -207,13 +205,13 @@ class VersionReceiver:
         self._late = []
 
     def _buffers(self, request: StageRequest) -> dict[tuple[ReceiverLink, str], torch.Tensor]:
-        """One buffer for each pair of sender and link: an engine that can only broadcast has several links between two ranks."""
+        """The buffer of each pair of sender and link: an engine that can only broadcast has several links between two ranks."""
         senders = [(source.link, sender) for source in request.session.sources for sender in source.hops]
-        nbytes = request.manifest.largest_bucket_bytes
-        if self._live_buffer.numel() < nbytes * len(senders):
+        total = request.session.live_bytes(request.manifest)
+        if self._live_buffer.numel() < total:
             self.free_buffer()  # before the new memory is allocated
-            self._live_buffer = new_receive_memory(nbytes * len(senders), self._device, self._live)
-        return {sender: self._live_buffer[number * nbytes :] for number, sender in enumerate(senders)}
+            self._live_buffer = new_receive_memory(total, self._device, self._live)
+        return dict(zip(senders, self._live_buffer[:total].split(total // len(senders)), strict=True))
 
     def _note_viewed(self, version: int, session: ReceiveSession) -> None:
         # Views of older sessions cannot be released: their senders have allocated other memory.

@@ -311,20 +311,17 @@ class Coordinator:
         """Send every participant `Committed`, or `Abort` if its replica has not committed the version."""
         version, session = report.version, self._session.name
         self._committed = max(self._committed, version)
-        try:
-            serving = [*self._roster.publishers]
-            for name, part in report.replicas.items():
-                entry = self._roster.entries.get(name)
-                if entry is None:
-                    continue
-                if part.error is None:
-                    serving += entry.subscribers
-                else:
-                    verdict = Abort(session=session, version=version, error=part.error.to_wire(), disconnect=False)
-                    self._queue.post_all(entry.subscribers, verdict)
-            self._queue.post_all(serving, Committed(session=session, version=version))
-        except WeightlaneError:
-            self._warn_rendezvous_closed(f"the commit of version {version}")
+        serving = [*self._roster.publishers]
+        for name, part in report.replicas.items():
+            entry = self._roster.entries.get(name)
+            if entry is None:
+                continue
+            if part.error is None:
+                serving += entry.subscribers
+            else:
+                verdict = Abort(session=session, version=version, error=part.error.to_wire(), disconnect=False)
+                self._queue.post_all(entry.subscribers, verdict)
+        self._queue.post_all(serving, Committed(session=session, version=version))
         self._hooks.version_committed(version=version, facts=report.facts())
 
     def _abort(self, version: int, error: WeightlaneError) -> None:
@@ -332,15 +329,8 @@ class Coordinator:
         self._session.abandon()
         _log.log(self._queue.warning_level, "version %d aborted: %s", version, error)
         message = Abort(session=self._session.name, version=version, error=error.to_wire(), disconnect=True)
-        try:
-            self._queue.post_all(self._roster.participants(), message)
-            self._rendezvous.forget_session(self._session.name)  # so that nobody waits there for an address or a plan
-        except WeightlaneError:
-            self._warn_rendezvous_closed("the abort")
-
-    def _warn_rendezvous_closed(self, what: str) -> None:
-        text = "the rendezvous is closed; participants learn of %s by their own deadlines"
-        _log.log(self._queue.warning_level, text, what)
+        self._queue.post_all(self._roster.participants(), message)
+        self._rendezvous.forget_session(self._session.name)  # so that nobody waits there for an address or a plan
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:

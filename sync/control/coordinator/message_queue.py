@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from typing import TypeGuard, TypeVar
 
 from weightlane.ckpt_engines import (
@@ -15,6 +14,7 @@ from weightlane.ckpt_engines import (
     PeerLostError,
     ProtocolError,
     WeightlaneError,
+    WorkerDiedError,
     error_from_wire,
 )
 
@@ -37,9 +37,8 @@ from ..messages import (
 )
 from ..rendezvous import Rendezvous
 from .blame import AttemptError, blame
-from .replicas import Roster
+from .replicas import ReplicaState, Roster, RosterEntry
 
-_log = logging.getLogger(__name__)
 _FURTHER_FAILURES_S = 0.1
 """Seconds to wait for further failures after the first: the participant that knows the culprit may not report first."""
 Reply = Hello | Connected | Offer | Accepted | Ready | Sent | Staged
@@ -100,9 +99,8 @@ class MessageQueue:
         self._rendezvous.post_all([inbox for name in names if (inbox := inboxes.get(name)) is not None], message)
 
     def post_to_self(self, message: Message) -> None:
-        """Append a message to the coordinator's own inbox. From any thread; does nothing if the rendezvous is closed."""
-        with suppress(WeightlaneError):
-            self._rendezvous.post(COORDINATOR, message)
+        """Append a message to the coordinator's own inbox. From any thread."""
+        self._rendezvous.post(COORDINATOR, message)
 
     def interrupt(self, error: WeightlaneError) -> None:
         """Make a wait on another thread raise `error`."""
@@ -112,11 +110,8 @@ class MessageQueue:
     def close(self) -> None:
         """Stop every participant's control thread, and make the next read raise `ClosedError`. From any thread."""
         self.closed = True
-        try:
-            self.post_all(self._roster.participants(), Stop())
-            self._rendezvous.post(COORDINATOR, Stop())
-        except WeightlaneError:
-            _log.debug("the rendezvous was closed before the coordinator")
+        self.post_all(self._roster.participants(), Stop())
+        self.post_to_self(Stop())
 
     def wait_until_left(self, names: Iterable[str], deadline: Deadline) -> list[str]:
         """Wait until `names` have read the `Stop` of `close` and left. Returns those that have not by `deadline`."""
@@ -173,7 +168,8 @@ class MessageQueue:
             if entry := self._roster.entries.get(message.replica):
                 self._roster.mark_lost(entry, error_from_wire(message.error))
         else:
-            self._roster.note_answer(getattr(message, "name", ""))
+            if not _is_death(message):
+                self._roster.note_answer(getattr(message, "name", ""))
             if getattr(message, "session", None) == self.session:
                 self._keep(message)
 
@@ -281,6 +277,11 @@ class MessageQueue:
                 raise AttemptError(_gone(message), free_retry=True)  # no replica is excluded
             raise AttemptError(_gone(message), self._roster.replicas_of([name]))
 
+    def loss_of(self, entry: RosterEntry) -> WeightlaneError | None:
+        """Why the processes of a replica are not those that were invited, or are dead; None if they are there."""
+        gone = [_gone(self.gone[name]) for name in entry.subscribers if name in self.gone]
+        return gone[0] if gone else entry.error if entry.state is ReplicaState.LOST else None
+
     def check_offerable(self, version: int, publisher: str) -> None:
         """Raise `AttemptError` if `publisher` has offered a newer version in this session and therefore dropped `version`."""
         if newer := [other for other in self.offers if other > version]:
@@ -318,6 +319,11 @@ def _remove(missing: dict[str, set[type[Reply]]], kind: type[Reply], name: str) 
     missing[name].discard(kind)
     if not missing[name]:
         del missing[name]
+
+
+def _is_death(message: Message) -> bool:
+    """Whether this is the report of a commit whose replica has died, which the coordinator makes in the replica's name."""
+    return isinstance(message, Failed) and isinstance(error_from_wire(message.error), WorkerDiedError)
 
 
 def _lost(message: Lost) -> AttemptError:

@@ -100,7 +100,7 @@ class Roster:
         self.entries: dict[str, RosterEntry] = {}
         """Replicas by name."""
         self.inboxes: dict[str, str] = {}
-        """The inbox of each participant that has joined, by its name."""
+        """The inbox of each participant that has joined, by its name, also if its replica was removed: it may be added again."""
         self._quorum = quorum
         self._by_subscriber: dict[str, RosterEntry] = {}
         self._planned: dict[str, RosterEntry] = {}
@@ -124,13 +124,8 @@ class Roster:
 
     def apply_changes(self) -> None:
         """Apply the calls of `add` and `remove` since the last time. Must not be called during a sync."""
-        planned = dict(self._planned)
-        for name, entry in self.entries.items():
-            if planned.get(name) is not entry:
-                for subscriber in entry.subscribers:
-                    self.inboxes.pop(subscriber, None)
-        self.entries = planned
-        self._by_subscriber = {name: entry for entry in planned.values() for name in entry.subscribers}
+        self.entries = dict(self._planned)
+        self._by_subscriber = {name: entry for entry in self.entries.values() for name in entry.subscribers}
 
     @property
     def needed(self) -> int:

@@ -238,6 +238,10 @@ class VersionSync:
                 )
             else:
                 result = future.result()
+            if (gone := self._queue.loss_of(entry)) is not None:
+                # What the process that has gone had committed is not what the one in its place holds.
+                failed[name] = self.report_without(name, gone)
+                continue
             if isinstance(result, WeightlaneError):
                 await self._fail(entry, result)
                 failed[name] = self.report_without(name, result)

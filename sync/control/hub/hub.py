@@ -193,7 +193,7 @@ class ControlHub:
         """Approximate number of messages and of bytes that the hub has received and sent."""
         self.mailboxes = Mailboxes(self._send)
         sock = listen_tcp(host, port)
-        self.port: int = sock.getsockname()[1]
+        self.host, self.port = sock.getsockname()[:2]
         self._listener = Listener(sock, {"host": host, "port": self.port})
         self._listener.admit(
             Admission(
@@ -246,11 +246,6 @@ class ControlHub:
         with self._left:
             self._left.wait_for(lambda: self._readers.keys().isdisjoint(inboxes), deadline.remaining_s)
             return [inbox for inbox in inboxes if inbox in self._readers]
-
-    def forget_session(self, session: str) -> None:
-        """Drop all values of `session` in mailboxes."""
-        if session:
-            self.mailboxes.forget_session(session)
 
     def _listen(self, member: Member, inbox: str) -> None:
         with self._lock:

@@ -120,6 +120,18 @@ def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_e
         joined.mailbox("s").put("key", 1)
 
 
+def test_members_know_their_address_and_joining_ends_by_its_deadline_also_while_a_name_server_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    with closing(Rendezvous.host("::1")) as host, closing(Rendezvous.join(host.address)) as joined:
+        assert host.local_host == joined.local_host == "::1"
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(HANG_S))
+        with pytest.raises(DeadlineExceededError, match="the address of ::1"):
+            Rendezvous.join(host.address, timeout_s=0.05)
+        answered.set()
+
+
 def test_a_hub_and_a_member_that_nobody_refers_to_end_wherever_garbage_is_collected() -> None:
     host = Rendezvous.host()
     hub, joined = host._hub, Rendezvous.join(host.address)

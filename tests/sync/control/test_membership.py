@@ -13,9 +13,18 @@ from hop_run import MakeRun, expected, outcomes_of
 from sessions import soon
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, ManifestError, ProtocolError, QuorumError, SyncAbortedError
+from weightlane.ckpt_engines import (
+    ClosedError,
+    ManifestError,
+    ProtocolError,
+    QuorumError,
+    SyncAbortedError,
+    WorkerDiedError,
+    error_from_wire,
+)
 from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber
-from weightlane.sync.control.messages import COORDINATOR, Connect, Hello, Joined, Reset
+from weightlane.sync.control.coordinator.version_sync import VersionSync
+from weightlane.sync.control.messages import COORDINATOR, Connect, Failed, Hello, Joined, Reset
 
 
 def test_a_replica_that_is_killed_or_a_trainer_that_is_started_anew_does_not_stop_the_others(make_run: MakeRun) -> None:
@@ -178,3 +187,32 @@ def test_a_replica_that_leaves_does_not_count_any_more(make_run: MakeRun) -> Non
     assert isinstance(run.fails(2, "rollout-1 is lost").reason, QuorumError)
     run.coordinator.remove("rollout-1")
     run.serve(3)
+    run.coordinator.remove("rollout-0")
+    run.coordinator.add(run.replicas[0])  # whose subscriber says only once that it has joined
+    run.serve(4)
+
+
+def test_a_process_that_has_gone_since_its_commit_serves_nothing_and_the_report_of_its_death_is_no_sign_of_life(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(replicas=2)
+    wait, coordinator = VersionSync.wait, run.coordinator
+
+    async def wait_for_its_successor(sync: VersionSync, timeout_s: float) -> None:
+        await wait(sync, timeout_s)
+        if "rollout-1/0" not in coordinator._queue.gone:
+            run.restart_replica(1)
+            wait_until(lambda: coordinator._queue.catch_up() or "rollout-1/0" in coordinator._queue.gone, "the new one")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VersionSync, "wait", wait_for_its_successor)
+        run.publish_next(1)
+        assert run.outcomes(1) == {"rollout-0": "committed", "rollout-1": "behind"}
+    assert coordinator.states()["rollout-1"] is ReplicaState.JOINING
+    died = WorkerDiedError("it was killed.", part="rollout-1").to_wire()
+    coordinator._roster.mark_lost(coordinator._roster.entries["rollout-1"], error_from_wire(died))
+    coordinator._queue.post_to_self(
+        Failed(name="rollout-1/0", session=coordinator._queue.session, version=1, error=died)
+    )
+    coordinator._queue.catch_up()
+    assert coordinator.states()["rollout-1"] is ReplicaState.LOST

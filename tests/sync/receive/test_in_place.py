@@ -37,7 +37,7 @@ def test_versions_arrive_bit_for_bit_in_the_memory_of_a_bucket(make_run: MakeRun
     ("rollout", "says"),
     [
         ({}, r"needs .* MiB, .* MiB are allowed.*rollout.commit to in_place"),
-        (IN_PLACE, r"needs a bucket of .* MiB, .* MiB are allowed.*sync.bucket_mib"),
+        (IN_PLACE, r"needs a bucket of each sender, .* MiB, .* MiB are allowed.*sync.bucket_mib"),
     ],
 )
 def test_too_little_memory_to_stage_names_both_numbers_and_the_way_out(

@@ -47,6 +47,8 @@ def test_buckets_that_one_sender_broadcasts_to_several_sets_of_ranks_are_written
     run = hop("gloo", *LAYOUTS["a mesh"], [*TP2, EVERYTHING], commit="in_place")
     for version in (1, 2):
         run.serve(version)
+    small = {"w": TensorSpec("w", (4, 3), torch.float32), "v": TensorSpec("v", (2, 1), torch.bfloat16)}
+    hop("gloo", rows, 2, [EVERYTHING], commit="in_place", specs=small).serve(1)  # 66 bytes of each sender
 
 
 def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(hop: MakeHop) -> None:
