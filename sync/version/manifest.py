@@ -169,7 +169,7 @@ class Manifest:
         entries, offset = [], 0
         for spec in self.specs:
             entries.append(StreamEntry(spec, offset))
-            offset += _aligned(spec.nbytes)
+            offset += aligned(spec.nbytes)
         return tuple(entries)
 
     @cached_property
@@ -182,7 +182,7 @@ class Manifest:
             if offset > start and spec.nbytes and offset - start + spec.nbytes > self.bucket_bytes:
                 files.append(tuple(current))
                 current = []
-                start = offset = _aligned(offset)
+                start = offset = aligned(offset)
             current.append(StreamEntry(spec, offset))
             offset += spec.nbytes
         return (*files, tuple(current)) if current else ()
@@ -389,5 +389,6 @@ def _sent_fields_of(manifest: Manifest | ManifestMessage) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in _SENT_FIELDS}
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def aligned(nbytes: int, to: int = ALIGNMENT_BYTES) -> int:
+    """`nbytes`, rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
