@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -131,4 +132,4 @@ class SyncConfig(BaseModel):
     @property
     def bucket_bytes(self) -> int:
         """`bucket_mib` in bytes, rounded up to the stream's alignment."""
-        return -(-int(self.bucket_mib * MIB) // 64) * 64
+        return 64 * math.ceil(self.bucket_mib * MIB / 64)

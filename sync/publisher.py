@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -22,7 +23,7 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
 )
 from weightlane.ckpt_engines.runtime.threads import start_thread
-from weightlane.plugins import RunHooks, process_hooks
+from weightlane.plugins import RunHooks
 
 from .config import SyncConfig
 from .control.messages import Connect, EngineTraits, Full, Go, Message
@@ -30,10 +31,10 @@ from .control.participant import JOIN_THREAD_S, Participant, checked_version
 from .control.rendezvous import RendezvousAddress
 from .plan.session_plan import SessionPlan
 from .send.publication import Publication, SendSession
-from .send.publication_queue import PublicationQueue
+from .send.publication_queue import PublicationQueue, key_of
 from .send.sending_rank import SendingRank
 from .send.version_storing import VersionStoring
-from .version.placement import Placement, without_aliases
+from .version.placement import Placement, aliases
 from .version.tensor_spec import LocalShard
 
 _log = logging.getLogger(__name__)
@@ -82,27 +83,28 @@ class Publisher(Participant):
         hooks: RunHooks | None = None,
     ) -> None:
         config = config or SyncConfig()
-        shards = without_aliases(shards)
+        self._kept = aliases(shards)
+        """The name of the tensor that is sent instead, by alias."""
+        shards = [shard for shard in shards if shard.spec.name not in self._kept]
         self._live = list({id(live): live for shard in shards for live in shard.live}.values())
-        self._ours = SendingRank(
-            name,
-            engine,
-            shards,
-            [Placement.of_shards(shards)] if placements is None else placements,
-            rank,
-            config,
-            hooks or process_hooks(),
-        )
+        placements = [Placement.of_shards(shards)] if placements is None else placements
+        super().__init__(name, rendezvous, hooks)
+        try:
+            self._ours = SendingRank(name, engine, shards, placements, rank, config, self.hooks)
+        except BaseException:
+            self.rendezvous.close()
+            raise
         self._deadline_s, self._snapshot = config.deadline_s, self._ours.snapshot
         self._storing = VersionStoring(name, config.deadline_s)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
+        self._times: Counter[int] = Counter()
+        """How often each version was published."""
         self._fence: Publication | None = None
         """The newest publication."""
         self._said_slow = False
         self._reading: list[Future[None]] = []
         """Unfinished sends of past sessions: the engine's calls may still read their memory."""
-        super().__init__(name, rendezvous, self._ours.hooks)
         self._queue = PublicationQueue(self._ours, self._closed)
         self._workers = [
             start_thread(f"weightlane-{kind}-{name}", self._on_own_stream, work)
@@ -122,6 +124,9 @@ class Publisher(Participant):
         one that is not being sent yet. If an earlier one is being sent, the new snapshot waits for it, and so does the fence:
         check `busy` first. Every rank must publish the same versions in the same order.
 
+        A version that was aborted may be published again, with other weights, on every rank: none sends what it published before.
+        A rank that was started again does not know how often that was, so take a new number then.
+
         Raises `ClosedError` after `close`, `ConfigError` if `version` is not an integer from 0 on, and `ManifestError` if a
         parameter has moved to other memory since its shards were made.
         """
@@ -130,9 +135,10 @@ class Publisher(Participant):
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
         for live in self._live:
             live.check()
-        self._published += 1  # a version that was given up may be published again, with other weights
+        self._published += 1
+        self._times[version] += 1
         identity = "" if self._ours.chooser is None else f"{self._incarnation}/{version}/{self._published}"
-        publication = Publication(self._ours, version, self._published, identity)
+        publication = Publication(self._ours, version, self._times[version], self._published, identity)
         self._begin(version)
         self._fence = publication
         superseded = self._queue.put(publication)
@@ -151,7 +157,7 @@ class Publisher(Participant):
             return 0.0
         until = self._snapshot.read_end
         if names is not None:
-            until = max((self._snapshot.ends.get(name, 0) for name in names), default=0)
+            until = max((self._snapshot.ends.get(self._kept.get(name, name), 0) for name in names), default=0)
         started = time.perf_counter()
         publication.progress.wait_read(until, Deadline.after(self._deadline_s))
         seconds = time.perf_counter() - started
@@ -169,8 +175,8 @@ class Publisher(Participant):
     def wait_stored(self, version: int, timeout_s: float) -> None:
         """Block until an engine that stores versions has committed `version`, which serves, or a later one in its place.
 
-        Versions that are sent as deltas are not stored. Of several trainer ranks, rank 0 stores what all hold, and the others
-        return at once. Raises the error of the commit, or `DeadlineExceededError`.
+        A version that is sent as a delta is not stored, and not waited for. Of several trainer ranks, rank 0 stores what all
+        hold, and the others return at once. Raises the error of the commit, `DeadlineExceededError` or `ClosedError`.
         """
         if self._ours.gathers and self._ours.number != 0:
             return
@@ -247,6 +253,8 @@ class Publisher(Participant):
             return
         if publication is None or not publication.is_delta:
             self._storing.commit(version, session.pipeline.committing(version))
+        else:
+            self._storing.skip(version)
 
     # -- the other threads ----------------------------------------------------------------------------------------------
 
@@ -271,7 +279,7 @@ class Publisher(Participant):
     def _send_versions(self) -> None:
         while (task := self._queue.next_to_send()) is not None:
             publication, session, go = task
-            if go is not None and go.version < publication.version:
+            if go is not None and key_of(go) != publication.key:
                 self._report_superseded(go.version)
                 continue
             message: Message | None

@@ -33,12 +33,11 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 
+from .version.manifest import aligned
 from .version.tensor_spec import dtype_name
 
 HEADER_BYTES = 1 << 16
 """Size of a header: room for the names and shapes of several hundred tensors, and small beside a bucket of 32 MiB."""
-_ALIGNMENT_BYTES = 64
-"""Tensors begin at multiples of this in their block, so that any dtype can be viewed there."""
 _MOST_DESCRIBED_BYTES = HEADER_BYTES - 1024
 """Most bytes that the tensors of a block may take in its header."""
 _CHECKSUM_CHARS = 16
@@ -160,9 +159,11 @@ class TensorSender(_StreamEnd[SenderLink]):
             return await self._send_all(weights, version)
         except BaseException as error:
             self._link.close()
-            with contextlib.suppress(Exception):
-                await self._sent()
-            self.close()
+            try:
+                with contextlib.suppress(Exception):
+                    await self._sent()
+            finally:
+                self.close()
             if isinstance(error, WeightlaneError):
                 async for _ in weights:
                     pass
@@ -183,7 +184,7 @@ class TensorSender(_StreamEnd[SenderLink]):
     async def _add(self, name: str, tensor: torch.Tensor, version: int) -> None:
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         entry = _Tensor(
-            name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), offset=_aligned(self._filled)
+            name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape), offset=aligned(self._filled)
         )
         described = len(entry.model_dump_json().encode()) + 1
         if described > _MOST_DESCRIBED_BYTES:
@@ -231,7 +232,8 @@ class TensorSender(_StreamEnd[SenderLink]):
     async def _sent(self) -> None:
         """Wait until what was started last is sent, and raise its error."""
         if self._sending is not None:
-            await self._sending
+            await asyncio.wait({self._sending})  # also if the task is cancelled, since the thread reads the memory
+            self._sending.result()
 
     def _send(self, memory: torch.Tensor, header: _Header, version: int) -> None:
         deadline = Deadline.after(self._timeout_s)
@@ -342,10 +344,6 @@ class TensorReceiver(_StreamEnd[ReceiverLink]):
             peer=self._sender,
             hint="Its tensors are not used. If this repeats, suspect the transport or the memory of this host.",
         )
-
-
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _checksum(data: torch.Tensor) -> str:

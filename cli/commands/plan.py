@@ -14,12 +14,12 @@ from rich.table import Table
 
 from weightlane.ckpt_engines import Capabilities, CheckpointEngineRegistry, ConfigError, Delivery
 from weightlane.sync.config import Relay, SyncConfig
-from weightlane.sync.plan.known_shapes import USUAL, RolloutLayout, TrainerLayout, shape_named, weights
 from weightlane.sync.plan.links import check_relay
-from weightlane.sync.plan.plan_report import Shown, plan_report
 from weightlane.sync.publisher import publisher_name
 
 from ..output import console
+from ..plan.known_shapes import USUAL, RolloutLayout, TrainerLayout, shape_named, weights
+from ..plan.plan_report import Shown, plan_report
 
 _SIDES = (("sender", "sends"), ("receiver", "receives"), ("relay", "relays"))
 _DIRECT = Capabilities(frozenset({"cpu"}), frozenset({Delivery.POINT_TO_POINT}))

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from typing import Self
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ReplicaTakenError, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.plugins import RunHooks
 from weightlane.rollout import ServerReplica
-from weightlane.sync import CheckpointEngineConfig, Coordinator, Rendezvous, ReplicaState, SyncConfig, dtype_of
+from weightlane.sync import CheckpointEngineConfig, Coordinator, Rendezvous, SyncConfig, dtype_of
+from weightlane.sync.control.coordinator.reconnection import reconnect_lost
 from weightlane.trainer.dispatch.role import Role
 
 from ..config.worker_config import RolloutsSection
-
-_log = logging.getLogger(__name__)
 
 
 class VersionPublishing:
@@ -74,11 +72,12 @@ class VersionPublishing:
 
         Raises:
             SyncAbortedError: Too few servers could commit it; see `SyncConfig.quorum`.
+            ReplicaTakenError: Another publisher has taken a server.
             WeightlaneError: It could not be stored.
         """
-        states = self._coordinator.states()
-        lost = [server for server in self._servers if states.get(server.name) is ReplicaState.LOST]
-        await asyncio.gather(*map(self._reconnect, lost))
+        engine = (self._engine.backend, self._engine.options)
+        address = self._rendezvous.address.to_plain()
+        await reconnect_lost(self._coordinator, self._servers, version, address, engine, self._sync.rejoin_s)
         await self._coordinator.sync(version)
         if self._stores:
             await self._policy.wait_stored(version, self._sync.deadline_s)
@@ -87,13 +86,3 @@ class VersionPublishing:
         """Leave the servers. Never raises."""
         self._coordinator.close()
         self._rendezvous.close()
-
-    async def _reconnect(self, server: ServerReplica) -> None:
-        address = self._rendezvous.address.to_plain()
-        try:
-            async with asyncio.timeout(self._sync.rejoin_s):
-                await server.connect(address, self._engine.backend, self._engine.options)
-        except ReplicaTakenError:
-            raise
-        except (WeightlaneError, TimeoutError) as error:
-            _log.info("%s is still lost: %s", server.name, error)

@@ -183,6 +183,8 @@ class Go(_VersionMessage):
     receivers: list[str]
     codec: str
     """Codec of the offer that they accepted."""
+    times: int = 1
+    """`Offer.times` of that offer: every rank sends the same publication."""
     deadline_s: float
     stall_s: float
 
@@ -241,6 +243,8 @@ class Offer(_VersionReply):
     manifest: dict[str, Any]
     reason: str = ""
     """Why the version is sent with that codec."""
+    times: int = 1
+    """How often rank 0 has published this number: a version that was aborted may be published again, with other weights."""
 
 
 class Accepted(_VersionReply):

@@ -97,15 +97,6 @@ class PlannedLink:
     receiver_sets: tuple[tuple[str, ...], ...] = ()
     """Sets of receivers of which only one gets each bucket from its sender, and passes it on to the others."""
 
-    def is_broadcast(self, receivers: Sequence[str]) -> bool:
-        """Whether a collective engine broadcasts the buckets for these receivers, so that they leave their sender once.
-
-        They are all the receivers of a link with one sender, or a set.
-        """
-        return (len(self.senders) == 1 < len(self.receivers) == len(receivers)) or tuple(
-            receivers
-        ) in self.receiver_sets
-
     def session(self, session: str) -> str:
         """Name of the engine's session for this link."""
         return f"{session}-{self.number}"

@@ -131,6 +131,8 @@ class HeldTensor:
     """Index of the first rank that lists the tensor."""
     boxes: list[tuple[Box, int]] = field(default_factory=list)
     """Slices, each with the index of the rank that holds it."""
+    listed: int = 0
+    """Number of ranks that list the tensor."""
 
 
 def combined(held: Mapping[str, Placement]) -> dict[str, HeldTensor]:
@@ -145,6 +147,7 @@ def combined(held: Mapping[str, Placement]) -> dict[str, HeldTensor]:
             elif tensor.spec is not spec and tensor.spec != spec:
                 raise _disagreement(tensor.spec, ranks[tensor.first], spec, ranks[rank])
             tensor.boxes += [(box, rank) for box in boxes]
+            tensor.listed += 1
     return tensors
 
 
@@ -173,7 +176,13 @@ class HolderMap:
         Raises:
             ManifestError: Ranks disagree about a tensor, or no rank holds some of its elements.
         """
-        ranks, tensors = tuple(held), combined(held)
+        ranks = tuple(held)
+        # A rank that holds nothing of two tied tensors cannot know that: it lists both, and the ranks that hold them only one.
+        tensors = {
+            name: tensor
+            for name, tensor in combined(held).items()
+            if tensor.boxes or not tensor.spec.numel or tensor.listed == len(ranks)
+        }
         # Layers are alike: tensors with the same shape and the same slices share their cells.
         known: dict[object, _Cells] = {}
         return cls(

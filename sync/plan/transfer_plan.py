@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from weightlane.ckpt_engines import ManifestError
-
 from ..version.box import Box, Labels, merge, overlay
-from ..version.expectation import some
 from ..version.placement import Placement
-from ..version.tensor_spec import TensorSlice, TensorSpec, dtype_name
-from .send_assignment import PART, HeldTensor, combined, where
+from ..version.tensor_spec import TensorSlice, TensorSpec
+from .send_assignment import HeldTensor, combined
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,11 @@ def plan_transfer(
     """Plan which sender sends which slices to which receivers. Equal arguments give an equal plan in every process.
 
     Args:
-        shares: The slices that each trainer rank sends, from `HolderMap.assign`; every element at most once.
-        needed: The slices that each rollout rank needs.
+        shares: The slices that each trainer rank sends, from `HolderMap.assign`: every element once.
+        needed: The slices that each rollout rank needs, from `Supply.on_the_wire`.
         cut: The content of a lane. ``"exact"``: the slices of the sender's share that its receivers need, so that a receiver gets
             every element that it needs once, and no other element. ``"shares"``: the sender's full share, for every receiver
             that needs a part of it, with engines whose receivers read the sender's memory.
-
-    Raises:
-        ManifestError: A receiver needs a tensor or elements that no rank sends, or a tensor in another shape or dtype than sent.
 
     >>> import torch
     >>> w = TensorSpec("w", (4, 8), torch.float32)
@@ -114,26 +108,14 @@ class _Planner:
         """For each tensor, the slices that are needed, with the index of the receiver group."""
         index_of = {name: index for index, name in enumerate(self._sent)}
         needs: list[list[tuple[Box, int]]] = [[] for _ in index_of]
-        for number, (placement, receivers) in enumerate(self._groups):
+        for number, (placement, _) in enumerate(self._groups):
             for spec, boxes in zip(placement.specs, placement.boxes, strict=True):
-                sent = self._sent.get(spec.name)
-                if sent is None or (sent.spec is not spec and sent.spec != spec):
-                    raise ManifestError(
-                        f"{receivers[0]} needs {spec.name} of shape {list(spec.shape)} in {dtype_name(spec.dtype)},"
-                        " which no trainer rank sends.",
-                        part=PART,
-                        peer=receivers[0],
-                        hint="Translate the slices by `Supply.on_the_wire`, or ask for everything.",
-                    )
                 needs[index_of[spec.name]] += [(box, number) for box in boxes]
         return needs
 
     def _cells(self, sent: HeldTensor, need: list[tuple[Box, int]]) -> Iterator[tuple[int, Labels, Box]]:
         """The cells of a tensor: sender, receiver groups, and slice."""
         shape = sent.spec.shape
-        for box, group in need:
-            if not box.fits(shape):
-                raise self._nobody_sends(sent.spec, box, group)
         if len(sent.boxes) == 1 and sent.boxes[0][0].shape == shape:  # one sender has all of it
             sender = sent.boxes[0][1]
             for box, groups in overlay(need, shape):
@@ -141,9 +123,9 @@ class _Planner:
                     yield sender, groups, box
             return
         parts: dict[tuple[int, Labels], list[Box]] = {}
-        for box, groups, senders in self._overlaid(sent, need):
+        for box, groups, (sender,) in self._overlaid(sent, need):
             if groups:
-                parts.setdefault((self._only_sender(senders, sent.spec, box, groups[0]), groups), []).append(box)
+                parts.setdefault((sender, groups), []).append(box)
         for (sender, groups), boxes in parts.items():
             for box in merge(boxes) if len(boxes) > 1 else boxes:
                 yield sender, groups, box
@@ -155,27 +137,6 @@ class _Planner:
         for box, labels in overlay([*need, *shares], sent.spec.shape):
             groups = tuple(label for label in labels if label < count)
             yield box, groups, tuple(label - count for label in labels[len(groups) :])
-
-    def _only_sender(self, senders: Labels, spec: TensorSpec, box: Box, group: int) -> int:
-        if not senders:
-            raise self._nobody_sends(spec, box, group)
-        if len(senders) > 1:
-            raise ManifestError(
-                f"{where(box)} of {spec.name} is in the shares of {some([self._senders[sender] for sender in senders])}.",
-                part=PART,
-                peer=self._senders[senders[1]],
-                hint="Plan with the result of `HolderMap.assign`: there every element has one sender.",
-            )
-        return senders[0]
-
-    def _nobody_sends(self, spec: TensorSpec, box: Box, group: int) -> ManifestError:
-        receiver = self._groups[group][1][0]
-        return ManifestError(
-            f"{receiver} needs {where(box)} of {spec.name} of shape {list(spec.shape)}, which no trainer rank sends.",
-            part=PART,
-            peer=receiver,
-            hint="Together the trainer ranks must hold every element, and rollout ranks may ask for nothing beyond the shape.",
-        )
 
     def _whole_shares(
         self, lanes: Mapping[tuple[int, Labels], list[TensorSlice]]
@@ -232,8 +193,3 @@ def group_receivers(needed: Mapping[str, Placement]) -> list[tuple[Placement, li
             known[id(placement)] = receivers
         receivers.append(receiver)
     return groups
-
-
-def replica_of(receiver: str) -> str:
-    """The replica in the name of a rollout rank: ``"rollout-0/3"`` -> ``"rollout-0"``."""
-    return receiver.rpartition("/")[0] or receiver

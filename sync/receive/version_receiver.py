@@ -20,7 +20,7 @@ from weightlane.plugins import RunHooks
 
 from ..codecs.delta.staged_delta import DeltaDecoding, IncomingDelta, StagedDelta
 from ..send.pipeline import OutgoingBuckets
-from ..version.bucket_checksums import checksum_of, checksum_of_bucket, compare, verify
+from ..version.bucket_checksums import checksum_of, compare, verify
 from ..version.manifest import Manifest
 from .live_stream import LiveStream
 from .receive_session import ExpectedBucket, ReceiveSession, Source
@@ -256,7 +256,7 @@ class _VersionTransfer:
     ) -> None:
         self._request, self._sink, self._name, self._runtime, self._hooks = request, sink, name, runtime, hooks
         self._stored = request.session.stored_checksums if request.manifest.checksummed else None
-        self._checksums: Sequence[object] | None = None
+        self._checksums: Sequence[str] | None = None
         """The stored checksums; None until they are needed."""
         self._remaining: list[tuple[ExpectedBucket, str]] = []
         """Buckets that are not compared yet, with the checksums of their received bytes."""
@@ -327,7 +327,8 @@ class _VersionTransfer:
 
     def _wait_for_stored(self) -> None:
         if self._stored is not None:
-            self._checksums = self._stored.get(self._request.manifest.version, self._request.deadline)
+            sent = self._request.sent
+            self._checksums = self._stored.get(sent.version, sent.bucket_count, self._request.deadline)
 
     def _verify(self, received: _ReceivedBucket) -> None:
         """Compare a bucket with its checksum, now or in `verify_remaining`. Raises `CorruptBucketError`."""
@@ -338,7 +339,7 @@ class _VersionTransfer:
             self._remaining.append((expected, checksum_of(received.data)))
             return
         index = expected.sent_as
-        checksum = received.checksum if self._checksums is None else checksum_of_bucket(self._checksums, index)
+        checksum = received.checksum if self._checksums is None else self._checksums[index]
         verify(received.data, checksum, manifest.version, index, peer=expected.sender)
 
     def verify_remaining(self) -> None:
@@ -346,6 +347,7 @@ class _VersionTransfer:
         if not self._remaining:
             return
         self._wait_for_stored()
+        assert self._checksums is not None, "only stored versions have remaining buckets"
         for expected, found in self._remaining:
-            checksum = checksum_of_bucket(self._checksums or (), expected.sent_as)
-            compare(found, checksum, self._request.manifest.version, expected.sent_as, peer=expected.sender)
+            index = expected.sent_as
+            compare(found, self._checksums[index], self._request.manifest.version, index, peer=expected.sender)

@@ -166,7 +166,7 @@ class OutgoingBuckets:
         deadline: Deadline,
         stall_s: float,
         part: str,
-        on_sent: OnSent | None = None,
+        on_sent: OnSent,
         turn: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._version, self._deadline, self._stall_s, self._part = version, deadline, stall_s, part
@@ -228,8 +228,7 @@ class OutgoingBuckets:
         with self._turn:
             link.flush(self._deadline.within(self._stall_s), pending)
         in_flight.popleft()
-        if self._on_sent is not None:
-            self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
+        self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
         with self._changed:
             self._unsent -= 1
             self._changed.notify_all()
@@ -262,8 +261,8 @@ class SendPipeline:
         self,
         links: Sequence[SenderLink],
         runtime: DeviceRuntime,
-        stored_checksums: StoredChecksums | None = None,
-        on_sent: OnSent | None = None,
+        stored_checksums: StoredChecksums | None,
+        on_sent: OnSent,
     ) -> None:
         self._links = list(links)
         self._runtime = runtime

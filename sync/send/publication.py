@@ -155,8 +155,10 @@ class SendSession:
 class Publication:
     """A version that one trainer rank publishes."""
 
-    def __init__(self, rank: SendingRank, version: int, number: int, identity: str) -> None:
+    def __init__(self, rank: SendingRank, version: int, times: int, number: int, identity: str) -> None:
         self.version, self.identity = version, identity
+        self.key = (version, times)
+        """The version, and how often it has been published: the same on all ranks, and larger for newer publications."""
         self.progress = Progress(f"the snapshot of version {version}", rank.name)
         """Progress of the snapshot."""
         self.is_superseded = False
@@ -222,7 +224,7 @@ class Publication:
         Returns the offer, which rank 0 makes for all ranks; None on other ranks, and once superseded. Raises the error with which
         the version fails.
         """
-        rank, agreement, version = self._rank, session.agreement, self.version
+        rank, agreement = self._rank, session.agreement
         self._complete(session, self._deadline())
         if rank.chooser is not None and rank.chooser.asks_density:
             self._agree_on_codec(session)
@@ -230,23 +232,24 @@ class Publication:
             self._encode(session)
         if agreement is not None:
             if rank.chooser is not None:
-                agreement.publish(DELTAS, version, self._plain_delta())
+                agreement.publish(DELTAS, self.key, self._plain_delta())
             if rank.replicated is not None:
-                agreement.publish(DIGESTS, version, self._digests)
+                agreement.publish(DIGESTS, self.key, self._digests)
         if rank.number != 0:
             return None
         if agreement is not None and rank.replicated is not None:
             digests = self._collect(agreement, DIGESTS, self._deadline())
-            rank.replicated.compare({name: from_plain(DIGESTS, plain) for name, plain in digests.items()}, version)
+            rank.replicated.compare({name: from_plain(DIGESTS, plain) for name, plain in digests.items()}, self.version)
         manifest, _ = self._manifest_in(session, self._deadline())
         if self.is_superseded:  # while it was encoded
             return None
         return Offer(
             name=rank.name,
             session=session.name,
-            version=version,
+            version=self.version,
             manifest=manifest.to_offer(),
             reason=self._choice.reason,
+            times=self.key[1],
         )
 
     def send(self, session: SendSession, go: Go) -> Sent:
@@ -282,7 +285,7 @@ class Publication:
         return Deadline.after(self._rank.deadline_s)
 
     def _collect(self, agreement: RankAgreement, topic: str, deadline: Deadline) -> dict[str, Any]:
-        return agreement.collect(topic, self.version, deadline, lambda: self.is_superseded)
+        return agreement.collect(topic, self.key, deadline, lambda: self.is_superseded)
 
     def _complete(self, session: SendSession, deadline: Deadline) -> None:
         """Quantise the blocks that are divided between ranks into the snapshot, unless that was done before.
@@ -296,11 +299,11 @@ class Publication:
             raise self.progress.error
         if not self._rank.quantises:
             return
-        snapshot, pending_blocks, version = self._rank.snapshot, self._pending_blocks, self.version
+        snapshot, pending_blocks = self._rank.snapshot, self._pending_blocks
         if snapshot.is_cut:
             self.progress.wait_read(snapshot.read_end, deadline)
         if session.agreement is not None:  # in every session: other ranks may have missed them in the session before
-            session.agreement.publish(MAGNITUDES, version, magnitudes_to_plain(pending_blocks.magnitudes))
+            session.agreement.publish(MAGNITUDES, self.key, magnitudes_to_plain(pending_blocks.magnitudes))
         if self._is_complete or not snapshot.is_cut:
             return
         parts = pending_blocks.magnitudes
@@ -309,7 +312,7 @@ class Publication:
             parts = [part for plain in values.values() for part in magnitudes_from_plain(plain)]
         with self._rank.writing:
             if self.is_superseded or self.slot is None:
-                raise ClosedError(f"version {version} was given up.", part=self._rank.name)
+                raise ClosedError(f"version {self.version} was given up.", part=self._rank.name)
             pending_blocks.quantise_cuts(parts, self.slot.memory.data)
             self._is_complete = True
 
@@ -320,7 +323,7 @@ class Publication:
         mine = chooser.change(self._rank.numel) if self.is_delta else None
         changes = [mine]
         if session.agreement is not None:
-            session.agreement.publish(DENSITIES, self.version, None if mine is None else asdict(mine))
+            session.agreement.publish(DENSITIES, self.key, None if mine is None else asdict(mine))
             values = self._collect(session.agreement, DENSITIES, self._deadline())
             changes = [from_plain(DENSITIES, plain) for plain in values.values()]
         choice = chooser.by_density(changes)
@@ -360,10 +363,10 @@ class Publication:
         self._delta, self._encoded_for = delta, session.layout.plan
 
     def _plain_delta(self) -> list[object] | None:
-        """The version that this rank's segments apply to, and the segments, as JSON; None if it has no delta."""
+        """The key of the publication that this rank's segments apply to, and these, as JSON; None if it has no delta."""
         if not self.is_delta or self._delta is None or self._base is None:
             return None
-        return [self._base.version, [segment.to_plain() for segment in self._delta.segments]]
+        return [list(self._base.key), [segment.to_plain() for segment in self._delta.segments]]
 
     def _manifest_in(
         self, session: SendSession, deadline: Deadline
@@ -374,17 +377,17 @@ class Publication:
             segments = [delta.segments]
             if session.agreement is not None:
                 values = self._collect(session.agreement, DELTAS, deadline)
-                segments = _all_segments(values.values(), base.version)
+                segments = _all_segments(values.values(), base.key)
             if segments:
-                applies_to = (base.version, base.identity)
+                applies_to = (base.key[0], base.identity)
                 return delta_manifest(session.layout, self.version, applies_to, self.identity, segments), segments
             self.send_in_full("another rank cannot send a delta")
         return session.layout.as_version(self.version, self.identity), ()
 
 
-def _all_segments(values: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
-    """The segments of every rank, in rank order; empty unless every rank has a delta against `base_version`."""
+def _all_segments(values: Iterable[Any], base: tuple[int, int]) -> list[tuple[DeltaSegment, ...]]:
+    """The segments of every rank, in rank order; empty unless every rank has a delta against the publication `base`."""
     deltas = [from_plain(DELTAS, plain) for plain in values]
-    if any(delta is None or delta[0] != base_version for delta in deltas):
+    if any(delta is None or delta[0] != base for delta in deltas):
         return []
     return [tuple(map(DeltaSegment.from_checked, segments)) for _, segments in deltas]

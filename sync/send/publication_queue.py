@@ -20,6 +20,11 @@ duration of the last snapshot, and then allocates other memory. A receiver loads
 snapshot, and needs several times that at first, when its own memory is new. Allocating other memory costs as much."""
 
 
+def key_of(go: Go) -> tuple[int, int]:
+    """The `Publication.key` of the publication that is to be sent."""
+    return go.version, go.times
+
+
 class PublicationQueue:
     """The publications of one publisher, and the session they are sent in. Thread-safe.
 
@@ -129,7 +134,7 @@ class PublicationQueue:
             if current is not None and current.version != version:
                 current = None
             if current is not None and current.slot is not None and self._uses_deltas:
-                self._rank.base = DeltaBase(version, current.identity, current.slot)
+                self._rank.base = DeltaBase(current.key, current.identity, current.slot)
             self._decided(version, proven=True)
             return current
 
@@ -221,8 +226,8 @@ class PublicationQueue:
     def next_to_send(self) -> tuple[Publication, SendSession, Go | None] | None:
         """Wait until the current publication can be sent or offered. Returns it, its session, and the `Go` to send it, if any.
 
-        Without a `Go` it is to be offered. A `Go` for an older version means that another rank has not published the newer one
-        yet. Returns None once the publisher is closed. The caller must call `sending_ended` afterwards.
+        Without a `Go` it is to be offered. A `Go` for an older publication means that another rank has not published the newer
+        one yet. Returns None once the publisher is closed. The caller must call `sending_ended` afterwards.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._may_send() or self._may_offer())
@@ -233,15 +238,15 @@ class PublicationQueue:
                 self._offered = True
                 return current, session, None
             go, self._go = self._go, None
-            if go is not None and go.version == current.version:
+            if go is not None and key_of(go) == current.key:
                 self._sending, self._undecided = True, go.version
                 self._decided_by = time.monotonic() + go.deadline_s
             return current, session, go
 
     def _may_send(self) -> bool:
-        # Another rank may have published a version, and the coordinator may have sent `Go`, before this rank published it.
+        # The coordinator may send `Go` for what other ranks have published before this rank does.
         go, current = self._go, self._current
-        return go is not None and current is not None and self._session is not None and go.version <= current.version
+        return go is not None and current is not None and self._session is not None and key_of(go) <= current.key
 
     def _may_offer(self) -> bool:
         if self._current is None or self._session is None or self._offered:

@@ -1,11 +1,11 @@
 """Trainer ranks agree on a version before rank 0 offers it, by exchanging values through the run's hub.
 
-Each rank publishes one value per topic and version, and a rank that needs the values collects them all in one reply. So a rank
-needs two messages, however many ranks there are. The values are JSON. For each topic, a rank publishes:
+Each rank publishes one value per topic and publication, and a rank that needs the values collects them all in one reply. So a
+rank needs two messages, however many ranks there are. The values are JSON. For each topic, a rank publishes:
 
 - Codec (`DENSITIES`): how many of its elements the version before has changed.
-- Delta (`DELTAS`): its segments, and the version that they apply to; None without a delta. Rank 0 needs those of all ranks for
-  the manifest. If rank 0 gathers, the others need them for the places of their own.
+- Delta (`DELTAS`): its segments, and the publication that they apply to; None without a delta. Rank 0 needs those of all ranks
+  for the manifest. If rank 0 gathers, the others need them for the places of their own.
 - Scales of blocks that are divided between ranks (`MAGNITUDES`): the largest magnitude of its part of each. Until these are known
   the elements of such blocks are in the rank's `PendingBlocks.cuts`.
 - Equal copies (`DIGESTS`): digests of the elements that other ranks hold, too, which must be equal; see `ReplicatedShards`.
@@ -38,7 +38,7 @@ _REMEMBERED = 2
 
 
 class RankAgreement:
-    """Exchanges values of all trainer ranks of one session, by topic and version.
+    """Exchanges values of all trainer ranks of one session, by topic and publication (`Publication.key`).
 
     Args:
         mailbox: A mailbox that only this session uses.
@@ -50,8 +50,8 @@ class RankAgreement:
         self._mailbox = mailbox
         self._names = list(names)
         self._rank = rank
-        self._said: dict[str, list[int]] = defaultdict(list)
-        """The versions with values at the hub, by topic, oldest first."""
+        self._said: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """The publications with values at the hub, by topic, oldest first."""
         self._closed = False
         self.give_up_over: Callable[[], None] = _nothing_waits
         """Makes a thread that waits in `collect` raise `ClosedError` if the session is over, or its version superseded."""
@@ -61,24 +61,27 @@ class RankAgreement:
         self._closed = True
         self.give_up_over()
 
-    def publish(self, topic: str, version: int, value: Any) -> None:
-        """Publish this rank's JSON-representable `value` for a version."""
-        mailbox, name, published = self._mailbox.within(topic), self._names[self._rank], self._said[topic]
-        mailbox.within(str(version)).put(name, value)
-        published[:] = [other for other in published if other != version] + [version]
+    def publish(self, topic: str, key: tuple[int, int], value: Any) -> None:
+        """Publish this rank's JSON-representable `value` for a publication."""
+        name, published = self._names[self._rank], self._said[topic]
+        self._values(topic, key).put(name, value)
+        published[:] = [other for other in published if other != key] + [key]
         while len(published) > _REMEMBERED:
-            mailbox.within(str(published.pop(0))).delete(name)
+            self._values(topic, published.pop(0)).delete(name)
+
+    def _values(self, topic: str, key: tuple[int, int]) -> Mailbox:
+        return self._mailbox.within(topic).within("{}.{}".format(*key))
 
     def collect(
-        self, topic: str, version: int, deadline: Deadline, is_superseded: Callable[[], bool] = lambda: False
+        self, topic: str, key: tuple[int, int], deadline: Deadline, is_superseded: Callable[[], bool] = lambda: False
     ) -> dict[str, Any]:
         """Wait for the values of all ranks, on one thread at a time. Returns them by publisher, in rank order.
 
         Raises `DeadlineExceededError` naming the ranks without a value. Raises `ClosedError` as soon as the session is over or
-        the version superseded, because a rank that already publishes a newer version publishes no value for this one.
+        the publication superseded, because a rank with a newer one publishes no value for this one.
         `give_up_over` must follow when `is_superseded` becomes true.
         """
-        reply = self._mailbox.within(topic).within(str(version)).gather(len(self._names))
+        reply = self._values(topic, key).gather(len(self._names))
         error = ClosedError(f"the ranks need not agree on {topic} any more.", part=topic)
 
         def give_up_over() -> None:
@@ -93,7 +96,7 @@ class RankAgreement:
             self.give_up_over = _nothing_waits
         if content is None:
             silent = sorted(set(self._names).difference(reply.present()))
-            raise deadline.error(f"the {topic} of version {version}", part=topic, peer=", ".join(silent))
+            raise deadline.error(f"the {topic} of version {key[0]}", part=topic, peer=", ".join(silent))
         published = gathered(content)
         if strangers := set(published) - set(self._names):
             raise ProtocolError(
@@ -114,7 +117,7 @@ MAGNITUDES = "block magnitudes"
 DIGESTS = "digests of equal shards"
 _FORMS: dict[str, TypeAdapter[Any]] = {
     DENSITIES: TypeAdapter(RankChange | None),
-    DELTAS: TypeAdapter(tuple[int, list[Segment]] | None),
+    DELTAS: TypeAdapter(tuple[tuple[int, int], list[Segment]] | None),
     MAGNITUDES: TypeAdapter(list[tuple[str, Counts, Counts, Base64Bytes]]),
     DIGESTS: TypeAdapter(dict[int, str]),
 }

@@ -96,7 +96,7 @@ class SendMemory:
 
         If the memory has to grow, its content is lost. Raises `StorageError` if there is too little memory.
         """
-        if self._nbytes < nbytes:
+        if self.data.numel() < nbytes:  # also if an earlier call found no memory
             self._nbytes = nbytes if exactly else nbytes + nbytes // 4
             self.renew()
         return self.data
@@ -128,7 +128,8 @@ class SnapshotSlot:
 class DeltaBase:
     """A version that serves, and its snapshot: the next delta applies to it."""
 
-    version: int
+    key: tuple[int, int]
+    """See `Publication.key`."""
     identity: str
     slot: SnapshotSlot
 
@@ -290,12 +291,13 @@ def _names(shares: Iterable[Placement]) -> Iterator[str]:
 
 
 def _cut(shards: Sequence[LocalShard], share: Placement) -> list[LocalShard]:
-    """The parts of `shards` that are in `share`. Raises `ManifestError` if elements are missing."""
+    """The parts of `shards` that are in `share`. Raises `ManifestError` if elements are missing, or are there twice."""
     cut: list[LocalShard] = []
     for each, parts in parts_in([TensorSlice(spec, box) for spec, box in share.slices], shards):
         if left := each.numel - sum(part.numel for part in parts):
+            wrong = f"{left} elements of {each.box} are missing" if left > 0 else f"shards of {each.box} overlap"
             raise ManifestError(
-                f"{each.spec.name} is not held as its placement says: {left} elements of {each.box} are missing.",
+                f"{each.spec.name} is not held as its placement says: {wrong}.",
                 part="publisher",
                 hint="Give every rank the placements of all ranks' shards, in rank order.",
             )

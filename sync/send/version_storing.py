@@ -30,7 +30,10 @@ class VersionStoring:
         self._name, self._deadline_s = name, deadline_s
         self._lock = threading.Lock()
         self._requested = threading.Condition(self._lock)
-        """Notified of every request for a commit."""
+        """Notified of every request for a commit, of every version that is not stored, and when it is closed."""
+        self._closed = False
+        self._not_stored = -1
+        """The newest version that serves and needs no commit."""
         self._threads = DaemonThreads(1, f"weightlane-store-{name}")
         self._newest: tuple[int, Future[None]] | None = None
         """The newest version, and its commit."""
@@ -52,22 +55,39 @@ class VersionStoring:
                 _log.warning("%s: version %d serves but is not stored: %s", self._name, version, error)
             self._requested.notify_all()
 
+    def skip(self, version: int) -> None:
+        """Note that `version` serves and is not stored, so that nobody waits for it."""
+        with self._requested:
+            self._not_stored = max(self._not_stored, version)
+            self._requested.notify_all()
+
     def wait(self, version: int, deadline: Deadline) -> None:
         """Wait until `version`, whose commit may not have been requested yet, is committed, or a later one in its place.
 
-        Raises the error of the commit, or `DeadlineExceededError`.
+        Raises the error of the commit, `DeadlineExceededError` or `ClosedError`.
         """
-        with self._requested:
-            while self._newest is None or self._newest[0] < version:
-                if not self._requested.wait(deadline.remaining_s):
+
+        def requested() -> bool:
+            newest = -1 if self._newest is None else self._newest[0]
+            return self._closed or max(newest, self._not_stored) >= version
+
+        while True:
+            with self._requested:
+                if not self._requested.wait_for(requested, deadline.remaining_s):
                     raise deadline.error(f"version {version} to serve", part=self._name)
-            commit = self._newest[1]
-        wait([commit], deadline.remaining_s)
-        if not commit.done():
-            raise deadline.error(f"version {version} to be stored", part=self._name)
-        if commit.cancelled():
-            raise ClosedError("it was closed while a version was being stored.", part=self._name)
-        commit.result()
+                if self._newest is None or self._newest[0] < version:
+                    if self._not_stored >= version:
+                        return
+                    raise ClosedError("it was closed before the version was stored.", part=self._name)
+                commit = self._newest[1]
+            wait([commit], deadline.remaining_s)
+            if not commit.done():
+                raise deadline.error(f"version {version} to be stored", part=self._name)
+            if not commit.cancelled():
+                commit.result()
+                return
+            if self._newest[1] is commit:  # no later version takes its place
+                raise ClosedError("it was closed while a version was being stored.", part=self._name)
 
     def afterwards(self, close: Callable[[], None]) -> None:
         """Call `close`, which must not raise, after all commits requested so far; at once if there are none."""
@@ -81,6 +101,8 @@ class VersionStoring:
     def close(self) -> None:
         """Wait for commits for at most `_CLOSE_S` seconds, and drop those that have not begun. Idempotent, never raises."""
         with self._lock:
+            self._closed = True
+            self._requested.notify_all()
             if self._newest is not None:
                 wait([self._newest[1], *self._closing], _CLOSE_S)
             self._threads.shutdown(cancel_futures=True)

@@ -20,7 +20,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     ReplicaTakenError,
+    SyncAbortedError,
     WeightlaneError,
 )
 from weightlane.ckpt_engines.runtime.threads import close_at_exit, start_thread
@@ -38,7 +39,8 @@ from weightlane.ckpt_engines.waits import result_of
 
 from ..config import SyncConfig
 from ..control.coordinator.coordinator import Coordinator
-from ..control.coordinator.replicas import Outcome, Replica, ReplicaState, SyncReport
+from ..control.coordinator.reconnection import ConnectableReplica, reconnect_lost
+from ..control.coordinator.replicas import Outcome, SyncReport
 from ..control.rendezvous import Rendezvous
 from ..publisher import Publisher, publisher_name
 from ..version.placement import Placement
@@ -55,13 +57,6 @@ _LEFT_S = 5.0
 """How long `close` waits until all ranks have learned the last outcome and left, in seconds. A frozen rank never leaves."""
 
 T = TypeVar("T")
-
-
-class ConnectableReplica(Replica, Protocol):
-    """A running replica, which can be connected to a run by the run's address."""
-
-    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
-        """Subscribe the replica's ranks to the run at `rendezvous`, leaving an earlier run."""
 
 
 class CoordinatorThread:
@@ -141,24 +136,10 @@ class CoordinatorThread:
             raise deadline.error("it to connect to the run", part=_PART, peer=replica.name) from error
 
     async def _sync_all(self, version: int) -> SyncReport:
-        assert self._coordinator is not None
-        states = self._coordinator.states()
-        lost = [replica for replica in self._replicas if states.get(replica.name) is ReplicaState.LOST]
-        await asyncio.gather(*(self._reconnect_replica(replica) for replica in lost))
-        return await self._coordinator.sync(version)
-
-    async def _reconnect_replica(self, replica: ConnectableReplica) -> None:
-        """Connect a lost replica, which may have restarted; if that fails, the version is sent without it.
-
-        Raises `ReplicaTakenError` if another publisher has taken the replica: its owner must resolve that.
-        """
-        try:
-            async with asyncio.timeout(self._config.rejoin_s):
-                await replica.connect(self.address, *self._engine)
-        except ReplicaTakenError:
-            raise
-        except (WeightlaneError, TimeoutError) as error:
-            _log.info("%s is still lost: %s", replica.name, error)
+        coordinator = self._coordinator
+        assert coordinator is not None
+        await reconnect_lost(coordinator, self._replicas, version, self.address, self._engine, self._config.rejoin_s)
+        return await coordinator.sync(version)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -279,6 +260,7 @@ class CollectivePublisher:
 
         Raises:
             SyncAbortedError: Too few replicas have committed the version, with the reason. They serve the old version.
+            ReplicaTakenError: Another publisher has taken a replica.
         """
         if self._ended:
             return None
@@ -286,7 +268,12 @@ class CollectivePublisher:
         publisher = self._running()
         timeout_s = self._config.deadline_s + self._config.rejoin_s + _GRACE_S
         if self._sync is None:
-            publisher.wait(self._version, timeout_s)
+            try:
+                publisher.wait(self._version, timeout_s)
+            except SyncAbortedError as error:
+                if isinstance(error.reason, ReplicaTakenError):
+                    raise error.reason from error  # as on rank 0
+                raise
             report = None
         else:
             try:

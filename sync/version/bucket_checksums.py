@@ -7,7 +7,7 @@ So the transport sends only payload, and buckets may lie anywhere in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +30,9 @@ def checksum_of(data: torch.Tensor) -> str:
     return f"xxh3:{xxh3(data)}" if data.device.type == "cpu" else f"mixed:{mixed_sum(data)}"
 
 
-def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, peer: str) -> None:
+def verify(data: torch.Tensor, checksum: str, version: int, index: int, *, peer: str) -> None:
     """Compare received `data` with the sender's checksum. Raises `CorruptBucketError` if they differ."""
-    kind = checksum.partition(":")[0] if isinstance(checksum, str) else ""
+    kind = checksum.partition(":")[0]
     found = ""
     if kind == "xxh3":
         found = f"{kind}:{xxh3(data.cpu())}"
@@ -41,10 +41,10 @@ def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, pe
     compare(found, checksum, version, index, peer=peer)
 
 
-def compare(found: str, checksum: object, version: int, index: int, *, peer: str) -> None:
+def compare(found: str, checksum: str, version: int, index: int, *, peer: str) -> None:
     """Compare the checksum `found` of received bytes (empty for an unknown algorithm) with the sender's; raises as `verify`."""
     what = f"bucket {index} of version {version}"
-    if not found or not isinstance(checksum, str):
+    if not found:
         raise CorruptBucketError(f"{what} has no valid checksum.", part=_PART, peer=peer, hint=_HINT)
     if found != checksum:
         raise CorruptBucketError(f"{what} arrived with changed bytes.", part=_PART, peer=peer, hint=_HINT)
@@ -57,12 +57,16 @@ def checksums_document(checksums: Sequence[str]) -> str:
 
 def checksums_of_document(text: str, count: int) -> list[str]:
     """The checksums in a `CHECKSUMS_FILE`. Raises `ProtocolError` unless it lists `count` of them."""
+    return _checked(lambda: _CHECKSUMS.validate_json(text, strict=True), CHECKSUMS_FILE, count)
+
+
+def _checked(parse: Callable[[], list[str]], what: str, count: int) -> list[str]:
     try:
-        checksums = _CHECKSUMS.validate_json(text, strict=True)
+        checksums = parse()
     except ValidationError as error:
-        raise ProtocolError(f"{CHECKSUMS_FILE} is not valid: {error.errors()[0]['msg']}.", part=_PART) from None
+        raise ProtocolError(f"{what} is not valid: {error.errors()[0]['msg']}.", part=_PART) from None
     if len(checksums) != count:
-        raise ProtocolError(f"{CHECKSUMS_FILE} lists {len(checksums)} checksums of {count} buckets.", part=_PART)
+        raise ProtocolError(f"{what} lists {len(checksums)} checksums of {count} buckets.", part=_PART)
     return checksums
 
 
@@ -93,14 +97,8 @@ class StoredChecksums:
         self._mailbox.put(str(version), list(checksums))
         self._put.append(version)
 
-    def get(self, version: int, deadline: Deadline) -> Sequence[object]:
-        """[receiver] The checksums of a version, by bucket. Raises `DeadlineExceededError` or `ProtocolError`."""
-        checksums = self._mailbox.get(str(version), deadline)
-        if not isinstance(checksums, list):
-            raise ProtocolError(f"the message for version {version} is no list of checksums.", part=_PART)
-        return checksums
-
-
-def checksum_of_bucket(checksums: Sequence[object], index: int) -> object:
-    """The checksum of bucket `index`; None if `checksums` has none."""
-    return checksums[index] if index < len(checksums) else None
+    def get(self, version: int, count: int, deadline: Deadline) -> list[str]:
+        """[receiver] The checksums of a version's `count` buckets. Raises `DeadlineExceededError` or `ProtocolError`."""
+        message = self._mailbox.get(str(version), deadline)
+        what = f"the message about version {version}"
+        return _checked(lambda: _CHECKSUMS.validate_python(message, strict=True), what, count)

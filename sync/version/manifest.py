@@ -389,6 +389,6 @@ def _sent_fields_of(manifest: Manifest | ManifestMessage) -> dict[str, Any]:
     return {name: getattr(manifest, name) for name in _SENT_FIELDS}
 
 
-def aligned(nbytes: int) -> int:
-    """`nbytes`, rounded up to a multiple of `ALIGNMENT_BYTES`."""
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def aligned(nbytes: int, to: int = ALIGNMENT_BYTES) -> int:
+    """`nbytes`, rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to

@@ -38,7 +38,7 @@ class ManifestMessage(BaseModel):
     whole_tensors: bool = False
     checksummed: bool = True
     lasting: bool = False
-    quantised: _Text = ""
+    quantised: Literal["", "fp8"] = ""
     plan: _Text = ""
     tensors: list[_Tensor] = []
 

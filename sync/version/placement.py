@@ -13,7 +13,7 @@ from typing import Any
 from weightlane.ckpt_engines import ProtocolError
 
 from .box import Box
-from .tensor_spec import LocalShard, TensorSpec, dtype_of, renamed
+from .tensor_spec import LocalShard, TensorSpec, dtype_of, place_of, renamed
 
 _PART = "placement"
 _MOST_SLICES = 1 << 16
@@ -116,23 +116,21 @@ class Placement:
 
 
 def without_aliases(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Leave out aliases: tensors whose shards all share memory with those of another one, such as a tied output embedding.
+    """Leave out `aliases`. A tensor that is still sent under such a name has its own values, and a receiver can refuse it."""
+    left_out = aliases(shards)
+    return [shard for shard in shards if shard.spec.name not in left_out]
 
-    A tensor that is still sent under an alias's name therefore has its own values, and a receiver can refuse it.
-    """
+
+def aliases(shards: Sequence[LocalShard]) -> dict[str, str]:
+    """The tensors whose shards all share memory with those of another one, such as a tied output embedding, with its name."""
     places: dict[str, list[tuple[object, ...]]] = defaultdict(list)
     for shard in shards:
-        data = shard.data
-        if data.numel():
-            where = (data.untyped_storage()._cdata, data.storage_offset(), data.stride())
-            places[shard.spec.name].append(
-                (*where, shard.starts, tuple(data.shape), shard.spec.shape, shard.spec.dtype)
-            )
+        if shard.numel:
+            places[shard.spec.name].append((place_of(shard.data), shard.starts, shard.spec.shape, shard.spec.dtype))
     first: dict[tuple[tuple[object, ...], ...], str] = {}
     for name in sorted(places, key=_is_head):  # the embedding's name is the one to keep
         first.setdefault(tuple(places[name]), name)
-    aliases = places.keys() - first.values()
-    return [shard for shard in shards if shard.spec.name not in aliases]
+    return {name: kept for name, where in places.items() if (kept := first[tuple(where)]) != name}
 
 
 def _is_head(name: str) -> bool:

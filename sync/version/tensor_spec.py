@@ -13,7 +13,7 @@ import torch
 
 from weightlane.ckpt_engines import ManifestError, ProtocolError
 
-from .box import Box, boxes_of_run
+from .box import Box
 
 _PART = "publisher"
 
@@ -209,7 +209,7 @@ class LiveTensor:
     def check(self) -> None:
         """Raise `ManifestError` if the trainer's tensor is now in other memory, or its memory is offloaded."""
         current = self.now()
-        if current is None or not _same_memory(current, self.memory):
+        if current is None or place_of(current) != place_of(self.memory):
             raise ManifestError(
                 f"{self.name} is in other memory than when its shards were made, which still hold its old values.",
                 part=_PART,
@@ -270,16 +270,6 @@ class LocalShard:
         return cls(spec, (0,) * len(spec.shape), data)
 
     @classmethod
-    def run(cls, spec: TensorSpec, start: int, data: torch.Tensor) -> list[LocalShard]:
-        """A few shards that together hold `data`, a run of elements from element `start` on of the flattened tensor."""
-        shards, at = [], 0
-        flat = data.view(-1)
-        for box in boxes_of_run(spec.shape, start, flat.numel()):
-            shards.append(cls(spec, box.starts, flat[at : at + box.numel].view(box.shape)))
-            at += box.numel
-        return shards or ([cls.nothing(spec, data)] if spec.shape else [])
-
-    @classmethod
     def nothing(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
         """A shard without elements on the device of `data`. It declares the tensor, which must not be a scalar."""
         return cls(spec, (0,) * len(spec.shape), data.new_empty((0,) * len(spec.shape)))
@@ -320,11 +310,6 @@ Shard = LocalShard | TensorSlice
 """A slice of a tensor that one trainer rank sends; the elements of a `TensorSlice` are computed when a snapshot is taken."""
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.untyped_storage()._cdata, one.storage_offset(), one.shape, one.stride(), one.dtype) == (
-        other.untyped_storage()._cdata,
-        other.storage_offset(),
-        other.shape,
-        other.stride(),
-        other.dtype,
-    )
+def place_of(data: torch.Tensor) -> tuple[object, ...]:
+    """The memory of a tensor and how it is read, equal for two tensors whose values are always the same."""
+    return data.untyped_storage()._cdata, data.storage_offset(), data.shape, data.stride(), data.dtype

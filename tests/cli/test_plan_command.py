@@ -46,6 +46,7 @@ def test_a_plan_is_reported_in_bytes_links_and_words() -> None:
         (["plan-shape", "30b", "--trainer", "pp2 zz4"], "'zz4' is no part of a layout. Write it like pp8 ep32"),
         (["plan-shape", "30b", "--engine", "shm"], "shm does not send lanes to rollout ranks. Leave out --engine"),
         (["plan-shape", "30b", "--trainer", "ep7"], "128 experts are not shared by 7 ranks. Change ep of --trainer."),
+        (["plan-shape", "30b", "--trainer", "pp49"], "48 layers are not shared by 49 stages. Lower pp of --trainer."),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

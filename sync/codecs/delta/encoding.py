@@ -13,7 +13,7 @@ import torch
 from weightlane.ckpt_engines.runtime.devices import usable_cpus
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
-from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest
+from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, aligned
 from ...version.manifest_message import DeltaSegment
 from ...version.packing import CopyTable, SnapshotSlice
 from ...version.tensor_spec import INTEGERS, Shard
@@ -163,7 +163,7 @@ def delta_manifest(
 ) -> Manifest:
     """The manifest of a delta to the version with number and identity `base`, of the segments of every rank in rank order."""
     nbytes = sum(segment.nbytes for mine in segments for segment in mine)
-    bucket_bytes = max(_LEAST_BUCKET_BYTES, -(-nbytes // _BUCKETS // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    bucket_bytes = max(_LEAST_BUCKET_BYTES, aligned(nbytes, _BUCKETS * ALIGNMENT_BYTES) // _BUCKETS)
     return replace(
         layout,
         version=version,

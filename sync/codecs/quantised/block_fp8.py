@@ -83,7 +83,7 @@ class QuantisationReport:
         )
 
 
-def magnitudes(data: torch.Tensor, *, at: tuple[int, int] = _CORNER, name: str = "the tensor") -> torch.Tensor:
+def magnitudes(data: torch.Tensor, *, at: tuple[int, ...] = _CORNER, name: str = "the tensor") -> torch.Tensor:
     """The largest magnitude in each block, as far as `data` holds the block.
 
     Args:
@@ -122,7 +122,7 @@ def quantise(
     data: torch.Tensor,
     scales: torch.Tensor,
     *,
-    at: tuple[int, int] = _CORNER,
+    at: tuple[int, ...] = _CORNER,
     name: str = "the tensor",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -136,10 +136,9 @@ def quantise(
         out: Memory for the result: `DTYPE`, with the shape of `data`, on any device.
 
     Raises:
-        ConfigError: `scales` has another shape, or `data` is no matrix of floats.
+        ConfigError: `data` is no matrix of floats.
     """
     _check_matrix(data, name)
-    _check_scales(scales, data.shape, at, name)
     if out is None:
         out = torch.empty(data.shape, dtype=DTYPE, device=data.device)
     for rows, scale in _scaled_bands(scales, data.shape, at):
@@ -151,11 +150,10 @@ def dequantise(
     quantised: torch.Tensor,
     scales: torch.Tensor,
     *,
-    at: tuple[int, int] = _CORNER,
+    at: tuple[int, ...] = _CORNER,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Restore the values of a slice: float32, or `out`, to whose dtype float32 is rounded."""
-    _check_scales(scales, quantised.shape, at, "the quantised tensor")
     if out is None:
         out = torch.empty(quantised.shape, dtype=torch.float32, device=quantised.device)
     for rows, scale in _scaled_bands(scales, quantised.shape, at):
@@ -164,7 +162,7 @@ def dequantise(
 
 
 def error_of(
-    data: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor, *, at: tuple[int, int] = _CORNER
+    data: torch.Tensor, quantised: torch.Tensor, scales: torch.Tensor, *, at: tuple[int, ...] = _CORNER
 ) -> QuantisationReport:
     """The error of `quantised` against `data`."""
     total = QuantisationReport()
@@ -181,7 +179,7 @@ def _decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return wide.view(torch.float16).float().mul_(scale * _HALF_STEPS)
 
 
-def _largest(data: torch.Tensor, at: tuple[int, int], out: torch.Tensor) -> None:
+def _largest(data: torch.Tensor, at: tuple[int, ...], out: torch.Tensor) -> None:
     """Write the largest magnitude in each block of `data`, which is not empty, to `out`."""
     columns, left = out.shape[1], at[1] % BLOCK
     for blocks, rows, top in _bands(at[0], data.shape[0], data.device):
@@ -193,7 +191,7 @@ def _largest(data: torch.Tensor, at: tuple[int, int], out: torch.Tensor) -> None
         out[blocks] = padded.view(len(out[blocks]), -1, columns, BLOCK).amax((1, 3))
 
 
-def _scaled_bands(scales: torch.Tensor, shape: torch.Size, at: tuple[int, int]) -> Iterator[tuple[slice, torch.Tensor]]:
+def _scaled_bands(scales: torch.Tensor, shape: torch.Size, at: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
     """Bands of rows of a slice, which keep temporary tensors small, each with its scales in a shape that broadcasts."""
     left = at[1] % BLOCK
     for blocks, rows, top in _bands(at[0], shape[0], scales.device):
@@ -213,7 +211,7 @@ def _bands(first_row: int, rows: int, device: torch.device) -> Iterator[tuple[sl
         yield slice(first, first + together), slice(start, stop), (first_row + start) % BLOCK
 
 
-def _grid(shape: torch.Size, at: tuple[int, int]) -> tuple[int, int]:
+def _grid(shape: torch.Size, at: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of the blocks that a slice of `shape` touches."""
     rows, columns = (len(_blocks_along(first, count)) for first, count in zip(at, shape, strict=True))
     return rows, columns
@@ -222,16 +220,6 @@ def _grid(shape: torch.Size, at: tuple[int, int]) -> tuple[int, int]:
 def _blocks_along(first: int, count: int) -> range:
     """The blocks that `count` rows, or columns, from `first` on touch."""
     return range(first // BLOCK, -(-(first + count) // BLOCK)) if count else range(0)
-
-
-def _check_scales(scales: torch.Tensor, shape: torch.Size, at: tuple[int, int], name: str) -> None:
-    grid = _grid(shape, at)
-    if tuple(scales.shape) != grid or scales.dtype != torch.float32:
-        raise ConfigError(
-            f"{name} needs float32 scales of shape {grid}, there are {scales.dtype} of {tuple(scales.shape)}.",
-            part=_PART,
-            hint="Pass the result of scales_of for the exchanged magnitudes of the same blocks.",
-        )
 
 
 def _check_matrix(data: torch.Tensor, name: str) -> None:

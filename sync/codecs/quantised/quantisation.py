@@ -139,16 +139,6 @@ def _blocks(starts: tuple[int, ...], stops: tuple[int, ...]) -> Box:
     return Box(firsts, tuple(last - first for first, last in zip(firsts, lasts, strict=True)))
 
 
-def check_format(name: str) -> None:
-    """Raise `ManifestError` unless `name` is a known format of quantised versions."""
-    if name != FP8:
-        raise ManifestError(
-            f"the version is quantised as {name[:40]!r}, which is not known here.",
-            part=_PART,
-            hint=f"Known: {FP8}. Run one release of weightlane on both sides.",
-        )
-
-
 def quantised_pairs(specs: Iterable[TensorSpec]) -> dict[str, QuantisedPair]:
     """The quantised matrices among the tensors of a version, by name.
 

@@ -15,14 +15,14 @@ from ...version.manifest import Manifest
 from ...version.sliced_tensors import LazyTensors, SlicedTensors, Slicing
 from ...version.tensor_spec import TensorSlice, TensorSpec
 from . import block_fp8
-from .quantisation import QuantisedPair, check_format, quantised_pairs, touched_blocks
+from .quantisation import QuantisedPair, quantised_pairs, touched_blocks
 
 
 class RestorePlan:
     """How a receiver loads versions like that of a manifest: as they were sent, or restored.
 
     Raises:
-        ManifestError: The format is unknown, or the version's tensors do not fit each other.
+        ManifestError: The version's tensors do not fit each other.
     """
 
     def __init__(self, manifest: Manifest, expectation: Expectation) -> None:
@@ -43,7 +43,6 @@ class RestorePlan:
             self._prepare(manifest, expectation)
 
     def _prepare(self, manifest: Manifest, expectation: Expectation) -> None:
-        check_format(manifest.quantised)
         pairs = quantised_pairs(manifest.tensors)
         if any(pair.scales.name in expectation.tensors for pair in pairs.values()):
             return  # the model itself is quantised
@@ -97,8 +96,7 @@ class RestoredTensors(LazyTensors):
             return staged
         out = torch.empty(staged.shape, dtype=region.spec.dtype, device=staged.device)
         scales = self._scales(pair, touched_blocks(region.box), staged.device)
-        row, column = region.box.starts
-        return block_fp8.dequantise(staged, scales, at=(row, column), out=out)
+        return block_fp8.dequantise(staged, scales, at=region.box.starts, out=out)
 
     def _scales(self, pair: QuantisedPair, blocks: Box, device: torch.device) -> torch.Tensor:
         """The scales of `blocks`. Scales that did not arrive, because nothing here needs their elements, are NaN."""

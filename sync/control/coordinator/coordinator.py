@@ -200,6 +200,14 @@ class Coordinator:
         }
         self._hooks.version_aborted(version=sync.version, facts=facts)
 
+    async def abort(self, version: int, error: WeightlaneError) -> None:
+        """Abort `version` on every participant because of `error`, instead of a `sync`. Waits for a running one."""
+        await self._take_turn(Deadline.after(self._config.deadline_s))
+        try:
+            self._abort(version, error)
+        finally:
+            self._end_turn()
+
     def add(self, replica: Replica) -> None:
         """Add a replica to the run. It takes part from the next `sync` on, once its subscribers have joined. Never waits.
 

@@ -229,6 +229,7 @@ class Session:
                 version=version,
                 receivers=names,
                 codec=str(streamed.offer.manifest.get("codec", "")),
+                times=streamed.offer.times,
                 deadline_s=deadline.remaining_s * _PUBLISHER_SHARE,
                 stall_s=self._config.stall_s,
             )

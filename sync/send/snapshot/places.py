@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ...version.box import Box
-from ...version.manifest import ALIGNMENT_BYTES, Manifest
+from ...version.manifest import Manifest, aligned
 from ...version.tensor_spec import Shard, TensorSlice
 
 
@@ -15,7 +15,7 @@ def compact_places(shards: Sequence[Shard]) -> list[int]:
     places, place = [], 0
     for shard in shards:
         places.append(place)
-        place += -(-shard.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        place += aligned(shard.nbytes)
     return places
 
 

@@ -59,7 +59,7 @@ class QuantisedMatrix:
 
     def magnitudes(self, box: Box, data: torch.Tensor) -> Magnitudes:
         """The largest magnitude per block of `data`, the elements in `box`."""
-        values = block_fp8.magnitudes(data, at=corner(box), name=self.name)
+        values = block_fp8.magnitudes(data, at=box.starts, name=self.name)
         return Magnitudes(self.name, touched_blocks(box), values)
 
     def put(self, memory: torch.Tensor, box: Box, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class QuantisedMatrix:
 
         `scales` has the scales of all blocks that `box` touches. Returns the quantised elements.
         """
-        at, out = corner(box), _elements_of(memory, self.weight_offset, self.pair.weight.dtype, self.shard.box, box)
+        at, out = box.starts, _elements_of(memory, self.weight_offset, self.pair.weight.dtype, self.shard.box, box)
         direct = out if out.device == data.device else None
         quantised = block_fp8.quantise(data, scales, at=at, name=self.name, out=direct)
         if direct is None:
@@ -108,7 +108,7 @@ class QuantiseStep:
         scales = block_fp8.scales_of(magnitudes.values)
         quantised = matrix.put(memory, box, data, scales)
         few = slice(0, _SAMPLED_ROWS)
-        pending_blocks.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
+        pending_blocks.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=box.starts)
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class PendingBlocks:
             touched = touched_blocks(step.box)
             scales = block_fp8.scales_of(largest[step.matrix.name][touched.index].to(data.device))
             quantised = step.matrix.put(memory, step.box, data, scales)
-            self.error += block_fp8.error_of(data, quantised, scales, at=corner(step.box))
+            self.error += block_fp8.error_of(data, quantised, scales, at=step.box.starts)
         self.cuts.clear()  # if rows are divided, the cuts can be as large as the shards themselves
 
 
@@ -165,12 +165,6 @@ def _runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, bool]]:
     for begin, end, is_part in ((start, first, True), (first, last, False), (last, stop, True)):
         if begin < end:
             yield begin, end, is_part
-
-
-def corner(box: Box) -> tuple[int, int]:
-    """Row and column of the first element of `box`."""
-    row, column = box.starts
-    return row, column
 
 
 def _number_in(outer: Box, box: Box) -> int:

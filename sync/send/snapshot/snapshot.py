@@ -153,6 +153,7 @@ def _fit(first: Copy, last: Copy, following: Copy) -> bool:
         last.end == following.start
         and (first.dtype, source.dtype, source.device) == (following.dtype, other.dtype, other.device)
         and source.dim() == other.dim() == 1
+        and (source.dtype == first.dtype or first.dtype != torch.bool)  # `torch.cat` makes no booleans of numbers
         and max(first.end - first.start, following.end - following.start) <= _SMALL_BYTES
         and following.end - first.start <= _CHUNK_BYTES
     )

@@ -11,7 +11,7 @@ from hop import Held
 from hop_run import MakeRun, Run, expected, outcomes_of
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import DeadlineExceededError, QuarantinedError, SyncAbortedError
+from weightlane.ckpt_engines import DeadlineExceededError, QuarantinedError, SyncAbortedError, UntouchedError
 from weightlane.sync import ReplicaState, SyncReport
 
 
@@ -153,3 +153,14 @@ def test_an_abort_that_comes_before_a_rank_has_published_is_what_it_hears(make_r
     assert run.outcomes(2) == {"rollout-0": "committed"}
     for trainer in run.trainers:
         trainer.call("wait", 2, HANG_S)
+    run.replicas[0].refuses_with = UntouchedError("not now.", part="rollout-0")
+    run.fails(3, "not now")
+    for version, early, other in ((4, first, late), (5, late, first)):
+        run.step(version)  # and it is published as version 3, with other weights than before
+        early.call("publish", 3)
+        run.configure(deadline_s=0.5)
+        run.aborts(3)  # one rank has published it again, and the other has not
+        run.configure()
+        other.call("publish", 3)
+    run.sync(3)
+    assert run.live() == [expected(5)]

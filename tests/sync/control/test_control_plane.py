@@ -214,39 +214,39 @@ def test_ranks_hear_one_another_by_two_messages_each_old_versions_go_and_a_silen
     for version in range(1, 9):
         before, _ = rendezvous.traffic
         for rank, talk in enumerate(ranks):
-            talk.publish("deltas", version, [version, rank])
+            talk.publish("deltas", (version, 1), [version, rank])
         for talk in ranks:
-            assert list(talk.collect("deltas", version, soon()).items()) == [
+            assert list(talk.collect("deltas", (version, 1), soon()).items()) == [
                 (name, [version, rank]) for rank, name in enumerate(NAMES)
             ]
         assert rendezvous.traffic[0] - before <= 4 * len(ranks), "say, ask, answer, and one to forget"
         kept.append(sum(value_counts(rendezvous).values()))
     assert kept[-1] == kept[2], "it grows with every version"
     for talk in (ranks[0], ranks[2]):
-        talk.publish("deltas", 9, None)
+        talk.publish("deltas", (9, 1), None)
     with pytest.raises(DeadlineExceededError, match="the deltas of version 9") as caught:
-        ranks[0].collect("deltas", 9, Deadline.after(0.05))
+        ranks[0].collect("deltas", (9, 1), Deadline.after(0.05))
     assert caught.value.peer == "t-1"
 
 
 def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous) -> None:
     first, second, _ = talks(rendezvous)
     superseded, hears_nobody = threading.Event(), first.give_up_over
-    thread, errors = raised_by(lambda: first.collect("deltas", 1, never(), superseded.is_set))
+    thread, errors = raised_by(lambda: first.collect("deltas", (1, 1), never(), superseded.is_set))
     wait_until(lambda: first.give_up_over != hears_nobody, "rank that hears")
     first.give_up_over()
     assert first.give_up_over != hears_nobody, "another version is superseded"
     superseded.set()
     first.give_up_over()
     thread.join(HANG_S)
-    closed, others = raised_by(lambda: second.collect("deltas", 1, never()))
+    closed, others = raised_by(lambda: second.collect("deltas", (1, 1), never()))
     wait_until(lambda: second.give_up_over != hears_nobody, "rank that hears")
     second.close()
     closed.join(HANG_S)
     assert [type(error) for error in (*errors, *others)] == [ClosedError, ClosedError]
     for rank in (first, second):
         with pytest.raises(ClosedError):
-            rank.collect("deltas", 1, never(), superseded.is_set)
+            rank.collect("deltas", (1, 1), never(), superseded.is_set)
     wait_until(lambda: not rendezvous._hub.mailboxes._scopes, "end of the questions that nobody waits for")
 
 

@@ -141,6 +141,12 @@ def test_a_rank_gets_its_slices_under_the_names_that_are_sent_and_nothing_of_wha
         assert wanted.specs == supply.specs
 
 
+def test_of_tied_tensors_one_is_sent_though_a_rank_that_holds_neither_lists_both() -> None:
+    nothing = Box((0, 0), (0, 4))
+    held = {"trainer-0": WHOLE, "trainer-1": Placement.of([(W, nothing), (TensorSpec("head", (8, 4), BF16), nothing)])}
+    assert HolderMap.of(held).specs == (W,)
+
+
 @pytest.mark.parametrize(
     ("held", "says"),
     [
@@ -158,33 +164,3 @@ def test_ranks_that_do_not_make_up_every_tensor_are_named_with_it(held: list[Pla
         HolderMap.of(by_rank).assign()
     assert says in str(caught.value)
     assert caught.value.peer in by_rank
-
-
-THREE_COLUMNS = of(Box((0, 0), (8, 3)))
-
-
-@pytest.mark.parametrize(
-    ("sent", "needed", "says"),
-    [
-        (
-            [WHOLE],
-            Placement.whole([W, TensorSpec("head", (4,), BF16)]),
-            "needs head of shape [4] in bfloat16, which no trainer",
-        ),
-        ([WHOLE], whole(4, 8), "rollout-0/0 needs w of shape [4, 8] in bfloat16, which no trainer rank sends"),
-        ([WHOLE], whole(8, 4, dtype=torch.float16), "rollout-0/0 needs w of shape [8, 4] in float16, which no trainer"),
-        ([WHOLE], of(Box((4, 0), (8, 4))), "needs [4:12, 0:4] of w of shape [8, 4], which no trainer rank sends"),
-        ([THREE_COLUMNS], of(Box((2, 2), (1, 2))), "needs [2:3, 3:4] of w of shape [8, 4], which no trainer"),
-        ([WHOLE, of(Box((6, 2), (2, 2)))], WHOLE, "[6:8, 2:4] of w is in the shares of trainer-0, trainer-1"),
-    ],
-)
-def test_a_receiver_whose_needs_cannot_be_met_is_named_before_the_first_byte(
-    sent: list[Placement], needed: Placement, says: str
-) -> None:
-    by_rank = {f"trainer-{rank}": placement for rank, placement in enumerate(sent)}
-    column = of(Box((0, 0), (8, 1)))
-    for cut in ("exact", "shares"):
-        with pytest.raises(ManifestError) as caught:
-            plan_transfer(by_rank, {"rollout-9/0": column, "rollout-0/0": needed}, cut=cut)  # type: ignore[arg-type]
-        assert says in str(caught.value)
-        assert caught.value.peer == ("rollout-0/0" if len(sent) == 1 else "trainer-1")

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import Capabilities, Delivery
+from weightlane.cli.plan.known_shapes import SHAPES, ModelShape, RolloutLayout, TrainerLayout, weights
+from weightlane.cli.plan.plan_report import Shown, plan_report
 from weightlane.sync.codecs.quantised.quantisation import quantised_placement
 from weightlane.sync.config import Relay, SyncConfig
 from weightlane.sync.plan import HolderMap, plan_transfer
-from weightlane.sync.plan.known_shapes import SHAPES, ModelShape, RolloutLayout, TrainerLayout, weights
 from weightlane.sync.plan.links import plan_routes
-from weightlane.sync.plan.plan_report import Shown, plan_report
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec

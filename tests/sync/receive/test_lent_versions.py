@@ -18,11 +18,13 @@ from weightlane.ckpt_engines import (
     ConfigError,
     DeadlineExceededError,
     DeltaBaseError,
+    PeerLostError,
     QuarantinedError,
 )
 from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, SyncConfig, TensorSpec
 from weightlane.sync.receive.staged_version import ViewedVersion
 from weightlane.sync.receive.staging import Staging
+from weightlane.sync.send.sending_rank import SendMemory
 from weightlane.sync.send.snapshot.snapshot import Progress, Snapshot
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.manifest_message import DeltaSegment
@@ -125,7 +127,9 @@ def test_what_is_kept_is_neither_dropped_for_its_own_delta_nor_half_a_copy(monke
 
 def publisher_of(rendezvous: Rendezvous, socket_dir: Any, *specs: TensorSpec, **options: Any) -> Publisher:
     engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
-    shards = [LocalShard.whole(spec, torch.zeros(spec.shape)) for spec in specs]
+    data = [torch.zeros(spec.shape) for spec in specs]
+    tied = [LocalShard.whole(replace(specs[-1], name="lm_head.weight"), data[-1])]
+    shards = [*map(LocalShard.whole, specs, data), *tied]
     config = SyncConfig(bucket_mib=1 / 16, deadline_s=NEVER_S)
     return Publisher("t-0", rendezvous.address, shards=shards, engine=engine, config=config)
 
@@ -138,6 +142,15 @@ def test_a_version_that_is_no_whole_number_is_not_published(rendezvous: Rendezvo
             assert not publisher.busy
         publisher.publish(torch.tensor(3))  # type: ignore[arg-type]  # as a counter may be
         publisher.fence()
+
+
+def test_a_publisher_that_cannot_join_takes_no_memory(
+    rendezvous: Rendezvous, socket_dir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous.close()
+    monkeypatch.setattr(SendMemory, "_new", pytest.fail)
+    with pytest.raises(PeerLostError):
+        publisher_of(rendezvous, socket_dir, SPEC)
 
 
 def test_the_fence_waits_for_all_that_it_names_and_for_nothing_else(
@@ -157,7 +170,7 @@ def test_the_fence_waits_for_all_that_it_names_and_for_nothing_else(
         publisher.fence(["early"])
         publisher._deadline_s = 0.0
         publisher.fence(["early", "of another rank"])
-        for names in (["early", "late"], ["late", "early"], None):
+        for names in (["early", "late"], ["lm_head.weight", "early"], None):  # the head is tied to `late`
             with pytest.raises(DeadlineExceededError, match="snapshot of version 1"):
                 publisher.fence(names)
         read_late.set()

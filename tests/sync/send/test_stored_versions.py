@@ -16,14 +16,16 @@ from bits import DTYPES, assert_same
 from direct_hop import Hop, MakeHop
 from hop import weights
 from hop_run import MakeRun
+from hub_calls import raised_by
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 from slices import EVERYTHING, rows, values
 from stores import newest
-from waiting import HANG_S, wait_until
+from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import (
+    ClosedError,
     ConfigError,
     CorruptBucketError,
     Deadline,
@@ -230,9 +232,12 @@ def test_control_messages_are_read_while_a_store_hangs_and_the_older_version_nev
     with pytest.raises(SyncAbortedError, match="of no interest"):
         publisher.wait(7, HANG_S)
     assert newest(tmp_path / "store") == -1
+    waiting, errors = raised_by(lambda: publisher.wait_stored(2, HANG_S))
+    run.serve(3)  # it takes the place of version 2
     hanging.go_on.set()
-    wait_until(lambda: newest(tmp_path / "store") == 2, "version 2 in the store")
-    assert_same(read_version(str(tmp_path / "store"))[1], values(2))
+    waiting.join(HANG_S)
+    assert (errors, newest(tmp_path / "store")) == ([], 3)
+    assert_same(read_version(str(tmp_path / "store"))[1], values(3))
 
 
 def test_a_commit_that_hangs_until_its_publisher_has_closed_is_never_published(
@@ -242,7 +247,10 @@ def test_a_commit_that_hangs_until_its_publisher_has_closed_is_never_published(
     run = hop("filesystem", rows, 1, [None])
     run.serve(1)
     assert hanging.begun.wait(HANG_S)
+    waiting, errors = raised_by(lambda: run.publishers[0].wait_stored(2, NEVER_S))
     run.publishers[0].close()
+    waiting.join(HANG_S)
+    assert isinstance(errors[0], ClosedError)
     hanging.go_on.set()
     wait_until(lambda: "version 1 serves but could not be committed in the store" in caplog.text, "end of the commit")
     assert newest(tmp_path / "store") == -1

@@ -6,18 +6,31 @@ import asyncio
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import memray
+import pytest
 import torch
 from hop import Replica, Rollout
 from patience import PATIENT
 from slices import columns, of_rank
 from traced_trainer import BUCKET_BYTES, SPECS, WORLD, TracedTrainer
 
+from weightlane.ckpt_engines import StorageError
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
+from weightlane.sync.send.sending_rank import SendMemory
 
 PYTHON_BYTES = 4 << 20
 """Allowance for Python objects, modules that are imported late and libraries, beside the memory of tensors."""
+
+
+def test_memory_that_could_not_grow_grows_when_there_is_room_again() -> None:
+    engine, full = Mock(), StorageError("no room.", part="engine")
+    engine.allocate.side_effect = [torch.empty(0, dtype=torch.uint8), full, full, torch.empty(125, dtype=torch.uint8)]
+    memory = SendMemory(engine, 0, torch.device("cpu"))
+    with pytest.raises(StorageError):
+        memory.grow(100)
+    assert memory.grow(100).numel() == 125
 
 
 def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(

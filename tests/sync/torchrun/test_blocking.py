@@ -13,7 +13,7 @@ import torch
 from collective_rank import Rank
 from patience import PATIENT
 from shelf import SPEC, Shelf
-from waiting import wait_until
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -108,6 +108,9 @@ def test_a_replica_that_was_lost_is_called_back_for_the_next_version_unless_anot
     async def taken(*_: object) -> None:
         raise ReplicaTakenError("it follows another publisher.", part="mortal")
 
+    async def refused(*_: object) -> None:
+        raise ConnectionRefusedError
+
     steady, mortal = Shelf("steady"), Shelf("mortal")
     with publisher(weight, steady, mortal) as weights:
         weights.publish(1)
@@ -129,10 +132,17 @@ def test_a_replica_that_was_lost_is_called_back_for_the_next_version_unless_anot
         mortal.fails = WorkerDiedError("gone.", part="mortal")
         weights.publish(4)
         weights.wait()
-        monkeypatch.setattr(mortal, "connect", taken)
+        monkeypatch.setattr(mortal, "connect", refused)
         weights.publish(5)
+        weights.wait()
+        assert steady.shows(3.0)
+        monkeypatch.setattr(mortal, "connect", taken)
+        weights.publish(6)
         with pytest.raises(ReplicaTakenError):  # at once: what may fail and be published again is something else
-            weights.publish(6)
+            weights.publish(7)
+        assert steady._rank is not None
+        with pytest.raises(SyncAbortedError, match="follows another publisher"):  # everybody hears it
+            steady._rank.end.wait(6, HANG_S)
     steady.close()
     mortal.close()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from weightlane.ckpt_engines.engines.shared_memory.segment_engine import Segment
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
-from weightlane.sync import Manifest, Rendezvous
+from weightlane.sync import Manifest, Rendezvous, TensorSender
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.receive.version_receiver import VersionReceiver
 from weightlane.sync.send.pipeline import Destination, SendPipeline
@@ -58,7 +60,34 @@ def stuck() -> Any:
 
 
 def pipeline(sender: Any) -> SendPipeline:
-    return SendPipeline([cast("SenderLink", sender)], runtime_of(HOST))
+    return SendPipeline([cast("SenderLink", sender)], runtime_of(HOST), None, lambda *_: None)
+
+
+def test_a_send_that_is_cancelled_gives_its_memory_back_once_it_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    hung_up, sent, waits, freed = threading.Event(), threading.Event(), asyncio.Event(), list[bool]()
+    link = Link({"post": lambda *_: hung_up.wait(HANG_S), "flush": lambda _: sent.set(), "close": hung_up.set})
+    engine = Mock(allocate=lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
+    engine.configure_mock(free=lambda _: freed.append(sent.is_set()), **{"capabilities.persistent": False})
+    monkeypatch.setattr(SenderLink, "of", lambda *_: link)
+    sender = TensorSender("s", engine, 64, HANG_S)
+    link.connect = lambda *_: None
+    sender.connect(Mock(receivers=["r"]))
+
+    async def weights() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            if number == 2:
+                waits.set()  # the second block waits for the first
+            yield f"w{number}", torch.ones(16)
+
+    async def cancel() -> None:
+        sending = asyncio.create_task(sender.send(weights(), 1))
+        await waits.wait()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+
+    asyncio.run(cancel())
+    assert freed == [True, True]
 
 
 SOON = 0.1

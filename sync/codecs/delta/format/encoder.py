@@ -19,7 +19,7 @@ from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, 
 
 _Mask = npt.NDArray[np.bool_]
 
-_RAMP = np.arange(0, 1 << 23, 8)
+_RAMP = np.arange(0, BLOCK, 8)
 _PLAIN_FROM = 0.57
 """Share of changed 8-element words above which more than a tenth of the elements changed: plain ``nonzero`` is fastest."""
 _ONE_STEP_FROM = 0.2
@@ -38,7 +38,7 @@ def positions_in(mask: _Mask) -> Positions:
     branchless path. So two steps are faster than one, and one step is faster than none.
 
     Args:
-        mask: 1-D; the length is a multiple of 64 and at most 2**22.
+        mask: 1-D; the length is a multiple of 64 and at most `BLOCK`.
     """
     words: _Mask = mask.view(np.uint64) != 0
     share = np.count_nonzero(words) / max(words.size, 1)
@@ -134,13 +134,6 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None =
     Raises:
         ConfigError: The tensors cannot be compared.
     """
-    if old.dtype != new.dtype or old.numel() != new.numel() or old.device != new.device:
-        raise ConfigError(
-            f"{old.numel()} elements of {old.dtype} on {old.device} were compared with {new.numel()} of {new.dtype} on "
-            f"{new.device}.",
-            part=PART,
-            hint="Keep the base in the dtype, shape and place of the new version.",
-        )
     elements, itemsize = new.numel(), new.itemsize
     capacity = float("inf") if capacity_bytes is None else capacity_bytes
     changes_in: Callable[[int, int], _Changes]
@@ -163,8 +156,6 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None =
         parts += block
         if total > capacity:
             return TooDense(int(capacity), total, stop / elements)
-    if total > capacity:
-        return TooDense(int(capacity), total, 1.0)
     header = HEADER.pack(MAGIC, FORMAT, itemsize, LOG_BLOCK, 0, elements, changed, total)
     return Encoded(elements, changed, total, (np.frombuffer(header, np.uint8), *parts))
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hop import digest, nudged
 from hop_run import MakeRun, Run, expected
+from waiting import NEVER_S
 
 from weightlane.ckpt_engines import QuarantinedError, SyncAbortedError
 
@@ -88,6 +89,7 @@ def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta_and_deltas_al
     assert run.outcomes(1) == {"rollout-1": "committed"}
     run.coordinator.remove("rollout-0")  # nobody is left whom the session's plan names
     assert run.nudge(2).codec == "delta"
+    run.trainers[0].call("wait_stored", 2, NEVER_S)  # which returns, since it is not stored
     run.add_replica()
     assert run.outcomes(2) == {"rollout-2": "committed"}
     assert run.live()[1:] == [after(0, [2])] * 2

@@ -8,15 +8,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from weightlane.ckpt_engines import Capabilities
-
-from ..codecs.quantised.quantisation import quantised_shares
-from ..config import SyncConfig
-from ..version.placement import Placement
-from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
-from .links import Route, collective_links, plan_routes
-from .send_assignment import HolderMap
-from .session_plan import Supply
-from .transfer_plan import TransferPlan, plan_transfer, replica_of
+from weightlane.sync.codecs.quantised.quantisation import quantised_shares
+from weightlane.sync.config import SyncConfig
+from weightlane.sync.plan import HolderMap, TransferPlan, plan_transfer
+from weightlane.sync.plan.links import PlannedLink, Route, collective_links, plan_routes
+from weightlane.sync.plan.session_plan import Supply
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import TensorSpec, dtype_name, is_computed
 
 STORE = "the store"
 """Name of the store in a report's links."""
@@ -119,10 +117,15 @@ def _broadcast_hops(plan: TransferPlan, routes: Sequence[Route]) -> dict[int, li
         for index, sender in enumerate(link.senders):
             for lane in link.lanes[sender]:
                 receivers = plan.lanes[lane].receivers
-                if link.is_broadcast(receivers) and not routes[lane].relayed:
+                if _is_broadcast(link, receivers) and not routes[lane].relayed:
                     first = index * len(receivers) // len(link.senders)
                     found[lane] = list(itertools.pairwise((sender, *receivers[first:], *receivers[:first])))
     return found
+
+
+def _is_broadcast(link: PlannedLink, receivers: tuple[str, ...]) -> bool:
+    """Whether a collective engine broadcasts the buckets for these receivers: all of a link with one sender, or a set."""
+    return (len(link.senders) == 1 < len(link.receivers) == len(receivers)) or receivers in link.receiver_sets
 
 
 def store_report(shares: Mapping[str, Placement], receivers: Collection[str], **shown: Unpack[Shown]) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def traffic_report(
         received[receiver] += nbytes
     replicas: Counter[str] = Counter()
     for name in receivers:
-        replicas[replica_of(name)] += received[name]
+        replicas[name.rpartition("/")[0] or name] += received[name]  # "rollout-0/3" -> "rollout-0"
     ordered = sorted(traffic.items(), key=lambda link: (-link[1], link[0]))[:links]
     return {
         "trainer_ranks": len(senders),
@@ -208,13 +211,17 @@ def _first_mismatch(others: Iterable[Placement | None], supply: Supply) -> str:
             continue
         expected = {spec.name: spec for spec in need.named_as(sent.keys()).specs}
         names = [*expected, *(name for name in sent if not is_computed(name))]
-        name = next(name for name in names if sent.get(name) != expected.get(name))
+        name = next(name for name in names if name not in sent or not _fits(sent[name], expected.get(name)))
         if name not in expected:
             return f"no {name}, which is sent"
         if name not in sent:
             return f"{name}, which is not sent"
         return f"{name} as {_looks(expected[name])}, which is sent as {_looks(sent[name])}"
     return ""
+
+
+def _fits(sent: TensorSpec, expected: TensorSpec | None) -> bool:
+    return expected is not None and sent.stands_for(expected)
 
 
 def _looks(spec: TensorSpec) -> str:

@@ -16,10 +16,9 @@ from typing import Literal
 import torch
 
 from weightlane.ckpt_engines import ConfigError
-
-from ..version.box import Box
-from ..version.placement import Placement
-from ..version.tensor_spec import TensorSpec
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 _PART = "plan"
 Cut = Literal["whole", "rows", "columns", "kv_heads"]
@@ -206,6 +205,10 @@ class TrainerLayout:
     def placements(self, shape: ModelShape, weights: Sequence[Weight]) -> dict[str, Placement]:
         """The slices that each rank holds, by name. Raises `ConfigError` where the layout does not fit the model."""
         _check_experts("--trainer", shape, self.ep)
+        if self.pp > shape.layers:
+            raise ConfigError(
+                f"{shape.layers} layers are not shared by {self.pp} stages.", part=_PART, hint="Lower pp of --trainer."
+            )
         held = self._sharded(shape, weights) if self.fsdp > 1 else self._in_stages(shape, weights)
         return {f"trainer-{rank}": placement for rank, placement in enumerate(held)}
 
