@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -98,8 +97,6 @@ class Publisher(Participant):
         self._storing = VersionStoring(name, config.deadline_s)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
-        self._times: Counter[int] = Counter()
-        """How often each version was published."""
         self._fence: Publication | None = None
         """The newest publication."""
         self._said_slow = False
@@ -136,10 +133,9 @@ class Publisher(Participant):
         for live in self._live:
             live.check()
         self._published += 1
-        self._times[version] += 1
+        times = self._begin(version)
         identity = "" if self._ours.chooser is None else f"{self._incarnation}/{version}/{self._published}"
-        publication = Publication(self._ours, version, self._times[version], self._published, identity)
-        self._begin(version)
+        publication = Publication(self._ours, version, times, self._published, identity)
         self._fence = publication
         superseded = self._queue.put(publication)
         if superseded is not None and superseded.version != version:

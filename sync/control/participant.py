@@ -139,8 +139,8 @@ class Participant(ABC):
         with self._outcome:
             return self._failures.get(version) or self._over
 
-    def _begin(self, version: int, *, told: bool = False) -> None:
-        """Note that an attempt at `version` begins, and forget the failure of an earlier attempt.
+    def _begin(self, version: int, *, told: bool = False) -> int:
+        """Note that an attempt at `version` begins, and forget the failure of an earlier attempt. Returns their number so far.
 
         A failure of the same attempt is kept: the coordinator may abort it before a slow participant has begun it. With `told`, a
         message of the coordinator begins the attempt. Its abort is a later message, so any failure is of an earlier attempt.
@@ -149,6 +149,7 @@ class Participant(ABC):
             self._begun[version] += 1
             if told or self._aborts[version] < self._begun[version]:
                 self._failures.pop(version, None)
+            return self._begun[version]
 
     def _end_all(self, error: WeightlaneError) -> None:
         """Let every `wait` raise `error`, as no version can be committed any more."""
