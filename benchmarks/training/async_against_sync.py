@@ -298,7 +298,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the runs, print the table, and draw the figure if asked."""
+    """Make the runs, and print the table."""
     parser = options_of(__doc__)
     parser.add_argument("--setting", choices=SETTINGS, action="append", help="both by default")
     parser.add_argument("--seeds", type=int, default=3)
@@ -306,15 +306,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--export-every", type=int, default=5, help="steps between accuracies")
     parser.add_argument("--target", type=float, default=0.3, help="accuracy at which the warm-up ends")
     parser.add_argument("--learning-rate", type=float, default=1.5e-4)
-    parser.add_argument("--picture", type=Path, help="an .svg or .png to draw")
     asked = parser.parse_args(arguments)
 
     def measured() -> Report:
         settings = [each for each in SETTINGS if each in (asked.setting or SETTINGS)]
-        report = measure(settings, asked.seeds, asked.steps, asked.export_every, asked.target, asked.learning_rate)
-        if asked.picture is not None:
-            draw(report, asked.picture)
-        return report
+        return measure(settings, asked.seeds, asked.steps, asked.export_every, asked.target, asked.learning_rate)
 
     return finish("async-against-sync", measured, text, asked.json)
 

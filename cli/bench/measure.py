@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.runtime.devices import device_count, is_available
+from weightlane.ckpt_engines.runtime.devices import device_count, is_available, usable_cpus
 
 from .contenders.contenders import BLOCKING, COPIES, FILES, RAW, Contender, Figures, Round, copies, files, gloo
 from .contenders.weightlane_contender import RowContender, RowFacts
@@ -303,8 +303,8 @@ class _Bench:
                 " Compare ratios within this run rather than times, and repeat the run."
             )
         busy = 1 + self._settings.receivers
-        if this_machine().cores < busy:
-            notes.append(f"{busy} processes share {this_machine().cores} cores, which makes every time longer.")
+        if (cores := usable_cpus()) < busy:
+            notes.append(f"{busy} processes share {cores} cores, which makes every time longer.")
         if not self._keep_open:
             notes.append(
                 "Memory is too small for all rows at once: each row was reconnected and warmed up again for every round."

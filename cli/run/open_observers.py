@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,11 @@ from ..config.run_config import ObserversSection
 
 _TRACKER_S = 120.0
 """Longest time that a tracker may take to begin its run, and to upload the rest of it at the end."""
+
+_SECRET = re.compile(
+    r"(?i)^storage_options$|(^|[_-])((api|access|secret|auth)[_-]?key|token|password|secret|credentials?|headers)$"
+)
+"""Names of settings that may hold a secret. Engines, environments and stores take options of any name."""
 
 
 def metrics_endpoint(port: int, host: str) -> tuple[PrometheusObserver, str]:
@@ -152,10 +158,8 @@ def _set_environment(values: dict[str, str] | dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _without_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out options of stores, which may have a key and a secret: trackers show settings to others."""
-    return {
-        name: _without_keys(value) if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-        if name != "storage_options"
-    }
+def _without_keys(settings: Any) -> Any:
+    """Leave out options of stores, and those that are named as secrets are: trackers show settings to others."""
+    if isinstance(settings, Mapping):
+        return {name: _without_keys(value) for name, value in settings.items() if not _SECRET.search(name)}
+    return [_without_keys(each) for each in settings] if isinstance(settings, list | tuple) else settings

@@ -72,20 +72,24 @@ async def start_processes(
     ranks = ray_ranks(config.rank_groups, None if config.ray.address else config.sync.host)
     dispatch = ray_dispatch(roles, config.rank_groups, None, ranks)
     stack.push_async_callback(dispatch.close)
-    starting_trainers = asyncio.create_task(dispatch.start())
+
+    async def start_rollouts(shared: Sequence[SharedDevices] = ()) -> list[RolloutReplica]:
+        made = await start_replicas(config.rollout, model_dir, initial_version=version, shared=shared)
+        for replica in made:
+            stack.push_async_callback(replica.close)
+        return made
+
     try:
-        shared: Sequence[SharedDevices] = ()
-        if config.trainer.colocate:  # replicas measure the free memory of their devices when they start
-            await starting_trainers
-            shared = SharedDevices.of(await ranks[POLICY_GROUP].devices(), config.rollout)
-        replicas = await start_replicas(config.rollout, model_dir, initial_version=version, shared=shared)
-    except BaseException:
-        starting_trainers.cancel()
-        await asyncio.gather(starting_trainers, return_exceptions=True)
-        raise
-    for replica in replicas:
-        stack.push_async_callback(replica.close)
-    await starting_trainers
+        async with asyncio.TaskGroup() as starting:
+            trainers = starting.create_task(dispatch.start())
+            shared: Sequence[SharedDevices] = ()
+            if config.trainer.colocate:  # replicas measure the free memory of their devices when they start
+                await trainers
+                shared = SharedDevices.of(await ranks[POLICY_GROUP].devices(), config.rollout)
+            rollouts = starting.create_task(start_rollouts(shared))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    replicas = rollouts.result()
     if config.trainer.colocate:
         await asyncio.gather(*(replica.sleep() for replica in replicas))
     coordinator = Coordinator(rendezvous, dispatch[POLICY].publisher_names(), replicas, config.sync, hooks=hooks)

@@ -96,8 +96,8 @@ def refuse_loopback(section: RaySection, host: str) -> None:
     if not section.address:
         return
     try:
-        address = ipaddress.ip_address(socket.gethostbyname(host))
-    except OSError:  # the rendezvous, which listens there, raises the error
+        address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
+    except (OSError, UnicodeError):  # the rendezvous, which listens there, raises the error
         return
     if address.is_loopback:
         raise ConfigError(
@@ -303,7 +303,7 @@ class RayCluster:
     @staticmethod
     def _keep_compiled_code(files: Path) -> None:
         """Keep the code that torch compiles, which it also stores in the temporary directory, for the next run."""
-        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-        with suppress(OSError):
+        with suppress(OSError, KeyError):  # a container's user id may have no name
+            cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
             cache.mkdir(exist_ok=True)
             (files / cache.name).symlink_to(cache)

@@ -118,6 +118,12 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
         rollout_gpus = machines.gpus_of_rollouts()
     if counted:
         _check_gpus(config, trainer_gpus, rollout_gpus, machines)
+        if rollout.autoscale and not rollout.cpus_per_rank and not rollout_gpus:
+            raise ConfigError(
+                "rollout.autoscale counts the replicas that there is room for, and their ranks reserve nothing.",
+                part=_PART,
+                hint="Raise rollout.cpus_per_rank or rollout.gpus_per_rank.",
+            )
     staging, share = _staging(config, sizes, machines.gpu_bytes if rollout_gpus else 0)
     start_s = rollout.start_timeout_s
     if start_s is None:

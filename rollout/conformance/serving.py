@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,12 +147,8 @@ class Serving:
             return
         self._closed = True
         try:
-            self._runner.run(_within(self.replica.close(), CLOSING_S))
+            self._runner.run(asyncio.wait_for(self.replica.close(), CLOSING_S))
         finally:
             if self.trainer is not None:
                 self.trainer.close()
             self._runner.close()
-
-
-async def _within(call: Awaitable[None], seconds: float) -> None:
-    await asyncio.wait_for(call, seconds)

@@ -37,9 +37,18 @@ class HttpCalls:
         token: Bearer token of every call; empty for none.
         part: Name of the replica in errors.
         kind: The server in errors, such as "a vLLM server".
+
+    Raises:
+        ConfigError: `token` cannot be sent in a header.
     """
 
     def __init__(self, url: str, token: str, part: str, kind: str) -> None:
+        if not token.isprintable():
+            raise ConfigError(
+                "the token has a line break, or another character that no header has.",
+                part=part,
+                hint="Strip the text that you read it from.",
+            )
         self.url, self.part, self._kind = url.rstrip("/"), part, kind
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None

@@ -238,8 +238,11 @@ class LocalReplica:
             except (DeadlineExceededError, ConfigError) as error:
                 return error
 
-        async with asyncio.TaskGroup() as generating:
-            tasks = [generating.create_task(one()) for _ in range(count)]
+        try:
+            async with asyncio.TaskGroup() as generating:
+                tasks = [generating.create_task(one()) for _ in range(count)]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def commit(self, version: int) -> CommitReport:

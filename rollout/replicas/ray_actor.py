@@ -90,8 +90,6 @@ class ReplicaActor(LocalReplica):
             value = getattr(self, method)(*args, **kwargs)
             return _Outcome(await value if inspect.isawaitable(value) else value)
         except Exception as error:  # noqa: BLE001 - the caller raises it
-            if isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
             return _Outcome(error=as_weightlane_error(error, self.name).to_wire())
 
 
@@ -143,14 +141,9 @@ class RolloutReplica:
         )(ReplicaActor)
         return cls(name, config, actor_class.remote(name, config, str(Path(model_dir).resolve()), initial_version))
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks, each of which is a subscriber."""
-        return self.config.tensor_parallel
-
     def subscriber_names(self) -> list[str]:
         """The names under which the replica's ranks subscribe."""
-        return [f"{self.name}/{rank}" for rank in range(self.ranks)]
+        return [f"{self.name}/{rank}" for rank in range(self.config.tensor_parallel)]
 
     async def start(self) -> None:
         """Wait until the engine serves."""

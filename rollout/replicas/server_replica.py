@@ -85,6 +85,8 @@ class ServerReplica:
             self._staging["staging_limit_bytes"] = staging_limit_bytes
         self.serving = True
         """False after a commit that left untrusted weights, until a version has been committed."""
+        self._quarantining = 0
+        """Number of `quarantine` calls that have not ended. One that waits for a commit outlives it."""
         self._take_over = take_over
         self._control = asyncio.Lock()
 
@@ -152,10 +154,11 @@ class ServerReplica:
                 version has been committed, and `serving` is False.
             UntouchedError: Any other reason: the old version is in place on every rank and serves on.
         """
-        before = self.version if self.serving else None
-        report = await self._update({"version": version}, version)
-        self._before, self.version = before, version
-        return report
+        async with self._control:
+            before = self.version if self.serving else None
+            report = await self._update({"version": version}, version)
+            self._before, self.version = before, version
+            return report
 
     async def rollback(self, version: int) -> None:
         """Serve the version before `version` again, on every rank from the same step on. Does nothing if it serves already.
@@ -164,12 +167,13 @@ class ServerReplica:
             CommitError: The version before is no longer available; `version` serves on.
             WeightlaneError: As `commit`.
         """
-        if self.serving and (self.version is None or self.version < version):
-            return
-        if self.version != version or self._before is None:
-            raise CommitError(f"version {version} cannot be rolled back.", part=self.name, peer=self.url)
-        await self._update({"rollback_of": version}, self._before)
-        self.version, self._before = self._before, None
+        async with self._control:
+            if self.serving and (self.version is None or self.version < version):
+                return
+            if self.version != version or self._before is None:
+                raise CommitError(f"version {version} cannot be rolled back.", part=self.name, peer=self.url)
+            await self._update({"rollback_of": version}, self._before)
+            self.version, self._before = self._before, None
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """End requests in flight, and let new ones wait until a version has been committed.
@@ -181,21 +185,23 @@ class ServerReplica:
         """
         _log.warning("%s is paused until a version commits: %s", self.name, error)
         self.serving = False
-        async with self._control, self._calls() as server:
-            try:
-                await server.post("pause", {}, _CLEAN_UP_S, mode="abort", clear_cache="true")
-            except RemoteFailureError as failure:
-                raise failure.error from failure
+        self._quarantining += 1
+        try:
+            async with self._control, self._calls() as server:
+                if failure := await _stop(server):
+                    raise failure.error from failure
+        finally:
+            self._quarantining -= 1
 
     def _calls(self) -> ServerCalls:
         return ServerCalls(self.url, self._token, self.name, "a vLLM server")
 
     async def _update(self, update: Mapping[str, int], serves: int) -> CommitReport:
-        """Make `update` in one call. The server names its weights version `serves` from then on."""
+        """Make `update` in one call, with `_control` held. The server names its weights version `serves` from then on."""
         options = EngineCommit(
             weight_version=str(serves), within_s=ENGINE_SHARE * self._commit_timeout_s, trusted=self.serving
         )
-        async with self._control, self._calls() as server:
+        async with self._calls() as server:
             began = time.monotonic()
             try:
                 info = {**update, "engine_commit": options.model_dump()}
@@ -208,24 +214,24 @@ class ServerReplica:
                 if self.serving and failure.intact:
                     raise untouched(failure.error, self.name) from failure
                 self.serving = False
-                answers = await _stop(server)
-                if isinstance(failure.error, WorkerDiedError) and not answers:
+                silent = await _stop(server)
+                if isinstance(failure.error, WorkerDiedError) and silent:
                     raise failure.error from failure
                 raise quarantined(failure.error, self.name, "The server stays paused") from failure
-            self.serving = True
+            self.serving = not self._quarantining
             return CommitReport(serves, time.monotonic() - began)
 
 
-async def _stop(server: ServerCalls) -> bool:
-    """Pause a server with untrusted weights, and end its requests. Returns whether the server answered.
+async def _stop(server: ServerCalls) -> RemoteFailureError | None:
+    """Pause a server with untrusted weights, and end its requests. Returns the failure of this call, if it fails.
 
     vLLM runs calls in order, so that this call waits for a load that has outlived its deadline.
     """
     try:
         await server.post("pause", {}, _CLEAN_UP_S, mode="abort", clear_cache="true")
-    except RemoteFailureError:
-        return False  # The caller raises the error of the failed commit.
-    return True
+    except RemoteFailureError as failure:
+        return failure
+    return None
 
 
 def with_hint(error: WeightlaneError) -> WeightlaneError:

@@ -48,7 +48,7 @@ def test_a_run_that_asks_for_nothing_opens_writes_and_says_nothing_whatever_the_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trackers_show_a_configuration_without_the_keys_of_stores(
+def test_trackers_show_a_configuration_without_keys_and_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
@@ -59,9 +59,11 @@ def test_trackers_show_a_configuration_without_the_keys_of_stores(
 
     monkeypatch.setitem(TRACKERS, "wandb", tracker)
     options = {"root": "s3://bucket", "storage_options": {"secret": "S"}}
-    settings = {"seed": 1, "checkpoint_engine": {"options": options}, "worker": {"storage_options": {"secret": "S"}}}
+    extra = {"api_key": "S", "hf-token": "S", "max_tokens": 3, "tools": [{"headers": {"authorization": "S"}}]}
+    settings = {"checkpoint_engine": {"options": options}, "extra_engine_args": extra}
     with RunObservers(ObserversSection(wandb="p"), tmp_path, (), shown.append, settings):
-        assert {"seed": 1, "checkpoint_engine": {"options": {"root": "s3://bucket"}}, "worker": {}} in shown
+        left = {"max_tokens": 3, "tools": [{}]}
+        assert {"checkpoint_engine": {"options": {"root": "s3://bucket"}}, "extra_engine_args": left} in shown
 
 
 def test_a_missing_library_is_named_with_what_to_install_and_an_open_endpoint_wants_a_token(

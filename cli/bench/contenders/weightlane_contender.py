@@ -116,6 +116,7 @@ class RowContender:
         trainer, *rollouts = self.processes.every("peak_bytes", name, timeout_s=self.timeout_s)
         self.peak_trainer_bytes = max(self.peak_trainer_bytes, trainer)
         self.peak_rollout_bytes = max(self.peak_rollout_bytes, *rollouts)
+        self._receivers_of_deltas("keep")
         yield self._round
         self.processes.on_death(None)
         self._coordinator.close()
@@ -124,9 +125,11 @@ class RowContender:
 
     def _round(self) -> Figures:
         self.processes.on_death(self._died)
+        self._receivers_of_deltas("restore")
         bare = self._changed_version(step_s=0.0)
         step_s = _STEP_PER_SNAPSHOT * self._snapshot_s if self.step_s is None else self.step_s
         figures = self._changed_version(step_s)
+        self._receivers_of_deltas("keep")
         return figures | {"trainer_blocked_without_step_s": bare["trainer_blocked_s"]}
 
     def slowdown(self, seconds: float) -> Figures:
@@ -135,6 +138,7 @@ class RowContender:
         Both are measured in turns for `seconds` each, so that a change of the machine affects both. Medians are compared.
         """
         self.processes.on_death(self._died)
+        self._receivers_of_deltas("restore")
         self.processes.every("start_loop", timeout_s=self.timeout_s)
         alone: list[list[float]] = []
         beside: list[list[float]] = []
@@ -150,6 +154,11 @@ class RowContender:
             for before, after in zip(zip(*alone, strict=True), zip(*beside, strict=True), strict=True)
         ]
         return {"trainer": trainer, "decode": sum(decode) / len(decode)}
+
+    def _receivers_of_deltas(self, method: str) -> None:
+        """Let receivers `keep` or `restore` the row's last version: a delta applies to that alone, and all rows share memory."""
+        if self.facts.config.codec != "dense":
+            self.processes.every_receiver(method, self.facts.name, timeout_s=self.timeout_s)
 
     def _rates(self, meanwhile: Callable[[], object]) -> list[float]:
         before = self.processes.every("loop_steps", timeout_s=self.timeout_s)

@@ -20,6 +20,8 @@ _POLL_S = 0.2
 """Seconds between two checks for dead processes."""
 _END_S = 10.0
 """Seconds that the callback for a dead process may delay the end."""
+_UNTIL_MEETING_S = 0.01
+"""Seconds until processes start together: each has to be called before."""
 _OUTPUT_CHARACTERS = 500
 """How much of a dead process's output its error quotes: the last lines of a traceback."""
 
@@ -165,6 +167,6 @@ class Processes:
                         callback(worker, worker.died())
 
 
-def meeting_point(delay_s: float = 0.01) -> float:
+def meeting_point() -> float:
     """Return a time on `time.monotonic`, the same clock in all processes, at which several processes can start together."""
-    return time.monotonic() + delay_s
+    return time.monotonic() + _UNTIL_MEETING_S

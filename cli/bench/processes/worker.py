@@ -81,6 +81,8 @@ class WorkerMethods:
         self._rows: dict[str, SendingSide | ReceivingSide] = {}
         self._workload = Workload("", ())
         self._payload = Payload(())
+        self._kept: dict[str, torch.Tensor] = {}
+        """A copy of the parameters for each row whose versions are deltas to them, which other rows overwrite."""
         self._scratch: torch.Tensor | None = None
         self._gloo: RawGloo | None = None
         self._bucket: torch.Tensor | None = None
@@ -141,7 +143,7 @@ class WorkerMethods:
         self._scratch = None
         if self._runtime.has_streams:
             self._runtime.unregister_host(self._shared().data_ptr())
-        if self._index == 0 and hasattr(mmap, "MADV_REMOVE"):
+        if self._index == 0:
             self._mapping.madvise(mmap.MADV_REMOVE)
 
     def copy_aside(self, at: float) -> Span:
@@ -269,6 +271,14 @@ class WorkerMethods:
         """[sender] Change the share `density` of the parameters."""
         self._payload.change(density, self._seed)
 
+    def keep(self, row: str) -> None:
+        """[receiver] Copy the parameters, which are the row's last version, for `restore`."""
+        self._kept[row] = self._payload.flat.clone()
+
+    def restore(self, row: str) -> None:
+        """[receiver] Copy the row's last version back into the parameters."""
+        self._payload.flat.copy_(self._kept[row])
+
     def publish(self, row: str, version: int, step_s: float) -> dict[str, float]:
         """[sender] See `SendingSide.publish`."""
         side = self._rows[row]
@@ -287,6 +297,7 @@ class WorkerMethods:
 
     def close_row(self, row: str) -> None:
         """Close the row's publisher or subscriber."""
+        self._kept.pop(row, None)
         self._rows.pop(row).close()
 
 

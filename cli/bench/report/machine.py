@@ -15,7 +15,7 @@ from weightlane.ckpt_engines.runtime.process_memory import available_memory_byte
 from .bench_report import Machine
 
 
-def this_machine(device: str = "cpu") -> Machine:
+def this_machine(device: str) -> Machine:
     """Describe this machine, and its GPU if `device` is one, without names of hosts or users."""
     return Machine(
         cpu=_cpu(),
@@ -29,7 +29,7 @@ def this_machine(device: str = "cpu") -> Machine:
     )
 
 
-def available_bytes(device: str = "cpu") -> int | None:
+def available_bytes(device: str) -> int | None:
     """Return the free memory of `device`; None if the system does not report it."""
     free = runtime_of(numbered_device(device)).free_bytes()
     return available_memory_bytes() if free is None else free

@@ -76,8 +76,9 @@ class TemplateRolloutEngine(toolkit.OneRankEngine):
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._in_flight.clear()
+        updates = self.updates
         await self.leave()
-        await asyncio.to_thread(self.updates.shutdown)  # after the steps that are queued, which find nothing to do
+        await asyncio.to_thread(updates.shutdown)  # after the steps that are queued, which find nothing to do
         self._model = None
 
     def serve(self, model: Any) -> None:
@@ -99,9 +100,12 @@ class TemplateRolloutEngine(toolkit.OneRankEngine):
         config = toolkit.read_config(self.model_dir, self.name)
         try:
             dtype = "auto" if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
-            self._model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=dtype).eval()
+            model, found = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=dtype, output_loading_info=True)
         except Exception as cause:  # as above
             raise ConfigError(f"transformers refuses {self.model_dir}: {cause}.", part=self.name) from cause
+        if missing := sorted(found["missing_keys"]):  # transformers would draw them at random
+            raise ConfigError(f"{self.model_dir} lacks {len(missing)} tensors, such as {missing[0]}.", part=self.name)
+        self._model = model.eval()
         text, longest = config.get_text_config(), self.config.max_model_len
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.max_model_len = min(longest, getattr(text, "max_position_embeddings", longest))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,20 @@ class EndChecks(RolloutConformanceBase):
             else:
                 assert not refused, f"expected ConfigError for {what}, which the engine's capabilities do not name"
 
-    def test_a_directory_without_a_causal_language_model_is_refused(self, make: ServingMaker, tmp_path: Path) -> None:
-        """No directory, an empty one, one with another kind of model: ``start`` raises `ConfigError`, and ``close`` works."""
+    def test_a_directory_without_a_causal_language_model_is_refused(
+        self, make: ServingMaker, versions: Versions, tmp_path: Path
+    ) -> None:
+        """No directory, an empty one, one with another kind of model, one that lacks a tensor: ``start`` raises `ConfigError`."""
+        from safetensors.torch import save_file  # noqa: PLC0415 - an extra
         from transformers import ViTConfig  # noqa: PLC0415 - an extra
 
         (tmp_path / "empty").mkdir()
         ViTConfig().save_pretrained(tmp_path / "vision")
-        for name in ("nowhere", "empty", "vision"):
+        shutil.copytree(versions.path(self.models[0]), tmp_path / "incomplete")
+        tensors = versions.tensors(self.models[0], 0)
+        tensors.pop(next(name for name in tensors if name.endswith("norm.weight")))
+        save_file(tensors, tmp_path / "incomplete/model.safetensors", metadata={"format": "pt"})
+        for name in ("nowhere", "empty", "vision", "incomplete"):
             serving = make(tmp_path / name)
             what = f"the start from {name}"
             serving.run(failure_of(serving.replica.start(), ConfigError, what), what)

@@ -23,8 +23,8 @@ from ...contract.cleaner import Cleaner
 _CLOSE_S = 10.0
 """Most seconds until the cleaner has ended the server: longer than it waits before it kills."""
 _TAIL_BYTES = 4000
-_BY_CONTRACT = ("model_path", "host", "port", "api_key", "skip_tokenizer_init", "weight_version")
-"""Options of the server that a replica sets."""
+_BY_CONTRACT = ("model", "model_path", "host", "port", "api_key", "config", "skip_tokenizer_init", "weight_version")
+"""Options of the server that a replica sets, the token among them in the file ``config``."""
 
 
 class ServerOptions(NamedTuple):
@@ -45,7 +45,7 @@ def options_of(config: RolloutConfig) -> ServerOptions:
     extra = dict(config.extra_engine_args)
     server, python = str(extra.pop("server", "")), str(extra.pop("python", sys.executable))
     api_key = str(extra.pop("api_key", "")) if server else ""
-    if refused := [name for name in extra if server or name in _BY_CONTRACT]:
+    if refused := [name for name in extra if server or name.replace("-", "_") in _BY_CONTRACT]:
         why = f"the server at {server} has been started" if server else "the replica sets them"
         raise ConfigError(
             f"rollout.extra_engine_args has {', '.join(refused)}, but {why}.",

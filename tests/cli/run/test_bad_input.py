@@ -98,6 +98,10 @@ def replay_without_experts(trial: Trial) -> None:
     trial.sections |= {"algorithm": {"router_replay": True}, "rollout": {"engine": "transformers"}}
 
 
+def a_cluster_of_one_machine(trial: Trial) -> None:
+    trial.sections |= {"ray": {"address": "auto"}, "sync": {"host": "::1"}}
+
+
 def critic_ranks_that_do_not_fit(trial: Trial) -> None:
     layout = {"engine": "megatron", "ranks": 2, "megatron.pipeline_parallel": 2}
     trial.sections |= {"algorithm": {"objective": "ppo"}, "trainer": layout, "critic": {"ranks": 3}}
@@ -122,7 +126,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (configured("trainer", gpus_per_rank=99), ["need 99 GPUs", "Lower trainer.ranks"]),
         (configured("rollout", max_model_len=65), ["the model has 64 positions", "to at most 64"]),
         (configured("rollout", tensor_parallel=3), ["does not divide the model's 2 attention heads"]),
-        (configured("ray", address="auto"), ["sync.host is 127.0.0.1, which other machines", "Set sync.host"]),
+        (a_cluster_of_one_machine, ["sync.host is ::1, which other machines", "Set sync.host"]),
         (replay_without_experts, ["algorithm.router_replay is true, and Qwen3ForCausalLM has no layer with experts"]),
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (a_group_that_is_too_large, ["line 1: 'samples' is 4000, and rollout.concurrency is", "Raise rollout.conc"]),

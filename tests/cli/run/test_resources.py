@@ -254,6 +254,7 @@ def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     assert_refused("need 2 GPUs, but there are 1", "check", str(path), "--on", "1xh100", *nccl)
     assert_refused("Known: a100, ", "check", str(path), "--on", "2xabacus")
     assert_refused("203.0.113.7", "check", str(path), "--set", "sync.host=203.0.113.7")
+    assert_refused("my..host", "check", str(path), "--set", "sync.host=my..host", "--set", "ray.address=auto")
     assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")
     small = ["--set", "rollout.staging_limit_bytes=100", "--set", "checkpoint_engine.backend=gloo"]
     assert_refused("to stage a version, and rollout.staging_limit_bytes allows 0.0 MiB", "check", str(path), *small)
@@ -277,6 +278,9 @@ def test_a_run_is_scaled_as_far_as_its_limits_and_its_machines_allow() -> None:
     following = configured(rollout={"autoscale": True})
     with pytest.raises(ConfigError, match="follows the machines"):
         check_replicas(following, 2, Machines(8, H100), 99)
+    idle = configured(rollout={"autoscale": True, "cpus_per_rank": 0})
+    with pytest.raises(ConfigError, match="reserve nothing"):
+        fitted(idle, sized(1, idle), Machines(0))
     for wrong in ({"sizes": [2, 1], "replicas": 3}, {"autoscale": True, "replicas": 1, "min_replicas": 2}):
         with pytest.raises(ValueError, match="replicas is"):
             configured(rollout=wrong)

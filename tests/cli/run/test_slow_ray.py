@@ -8,16 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from tiny_run import Material
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.cli.commands.train import run_training
+from weightlane.cli.run import processes
 from weightlane.cli.run.ray_cluster import patient_ray
+from weightlane.trainer.algorithms.roles import POLICY
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,7 @@ def test_a_raylet_that_is_too_slow_is_told_in_words_and_a_signal_meanwhile_is_wh
         raise Exception("the current node timed out.")  # noqa: TRY002 - as Ray does
 
     monkeypatch.setattr(ray, "init", time_out)
+    monkeypatch.setattr("getpass.getuser", lambda: {}["uid not found"])
     path = material.write_config(tmp_path, tmp_path / "run")
     with pytest.raises(raised, match=said):
         asyncio.run(run_training(path, [], resume=False, live=False))
@@ -70,6 +77,25 @@ def test_a_node_that_takes_its_time_is_waited_for_and_one_that_never_comes_up_is
     outcomes = repeat(RuntimeError("not yet"))
     with patient_ray(0.001), pytest.raises(RuntimeError, match="not yet"):
         services.get_node("address", "id")
+
+
+def test_trainers_that_do_not_start_end_the_start_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse() -> None:
+        raise ConfigError("no trainer.")
+
+    async def take_for_ever(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    async def start() -> None:
+        config = MagicMock(rank_groups={}, trainer=MagicMock(colocate=False))
+        policy: Any = SimpleNamespace(name=POLICY, model_dir="")
+        async with AsyncExitStack() as stack:
+            await processes.start_processes(config, [policy], MagicMock(), MagicMock(), MagicMock(), stack)
+
+    monkeypatch.setattr(processes, "ray_dispatch", lambda *_: MagicMock(start=refuse, close=AsyncMock()))
+    monkeypatch.setattr(processes, "start_replicas", take_for_ever)
+    with pytest.raises(ConfigError, match="no trainer"):
+        asyncio.run(asyncio.wait_for(start(), HANG_S))
 
 
 KILLS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import broken_rollout_engines
 import pytest
 from broken_rollout_engines import DEFECTS
+from tiny_models import make_qwen3
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, EngineContractError, EngineImportError
 from weightlane.ckpt_engines.conformance import CheckOutcome
+from weightlane.rollout import RolloutConfig
 from weightlane.rollout.conformance import RolloutEngineConformance, run_rollout_conformance
+from weightlane.rollout.conformance.checks.base import engine_class
 
 ENGINES = Path(broken_rollout_engines.__file__)
 ROOT = ENGINES.parents[3]
@@ -56,7 +60,9 @@ def test_what_is_no_rollout_engine_no_limit_or_no_setting_is_refused_with_a_type
         run_rollout_conformance(f"{ENGINES}:DEFECTS")
 
 
-def test_the_guides_code_runs_or_is_the_templates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guides_code_runs_or_is_the_templates_which_starts_again_once_closed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     loader, answer, suite = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
     shown, made_of = (
         "\n".join(line.strip() for line in text.splitlines() if line.strip()) for text in (loader, TEMPLATE.read_text())
@@ -67,3 +73,9 @@ def test_the_guides_code_runs_or_is_the_templates(capsys: pytest.CaptureFixture[
     made: dict[str, type[RolloutEngineConformance]] = {}
     exec(compile(suite, "suite", "exec"), made)
     assert issubclass(made["TestMyEngine"], RolloutEngineConformance)
+    template = engine_class(f"{TEMPLATE}:TemplateRolloutEngine")
+    engine = template("rollout-0", RolloutConfig(max_model_len=32), make_qwen3(tmp_path, seed=0))
+    with asyncio.Runner() as runner:
+        for _ in range(2):
+            runner.run(engine.start(0))
+            runner.run(engine.close())

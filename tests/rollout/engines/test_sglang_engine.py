@@ -170,7 +170,7 @@ def test_a_server_that_loads_too_late_is_quarantined_until_the_next_version(mode
             with pytest.raises(WeightlaneError):
                 await trainer.sync(models[1])
             with pytest.raises(QuarantinedError, match="DeadlineExceededError"):
-                await replica.generate("r", PROMPT, 5)
+                await replica.generate_group(PROMPT, count=2, max_new_tokens=5, temperature=1.0, stop_token_ids=())
             server.before_load.set()
             replica._engine.config = replica.config.model_copy(update={"commit_timeout_s": HANG_S})
             await trainer.sync(models[0])
@@ -204,7 +204,7 @@ def test_a_server_whose_answers_would_be_wrong_is_refused(models: list[Path], ch
 def test_what_sglang_cannot_do_is_refused(models: list[Path]) -> None:
     for extra, error in (
         ({"server": "http://127.0.0.1:1", "tp_size": 2}, "tp_size, but the server"),
-        ({"port": 1}, "port, but the replica sets them"),
+        ({"api-key": 1, "config": 2, "model": 3}, "api-key, config, model, but the replica sets them"),
     ):
         with pytest.raises(ConfigError, match=error):
             SglangEngine.check(RolloutConfig(engine="sglang", extra_engine_args=extra), models[0])
@@ -245,8 +245,8 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
         finally:
             await replica.close()
         python.write_text('#!/bin/sh\necho refused: "$@" >&2; exit 1\n')
-        broken = {"python": str(python), "port_of_call": 3, "config": "none"}
-        with pytest.raises(WorkerDiedError, match=r"(?s)ended while starting.*--config none .*--port-of-call 3"):
+        broken = {"python": str(python), "port_of_call": 3}
+        with pytest.raises(WorkerDiedError, match=r"(?s)ended while starting.*--config \S+\.yaml .*--port-of-call 3"):
             await replica_of(models[0], extra_engine_args=broken).start()
         with pytest.raises(ConfigError, match=r"cannot be started: .*No such file"):
             await replica_of(models[0], extra_engine_args={"python": str(python) + ".missing"}).start()

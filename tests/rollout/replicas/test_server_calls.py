@@ -144,6 +144,9 @@ def test_the_token_goes_with_every_call_and_only_there(answering: Answering) -> 
     assert isinstance(error, ConfigError)
     assert "the server has 1 ranks, and tensor_parallel says 3" in str(error)
     assert "sesame" not in repr(vars(error))
+    error = refusal(answering.url, token="sesame\n")
+    assert isinstance(error, ConfigError)
+    assert "the token has a line break" in str(error)
 
 
 def test_a_commit_is_one_call_and_a_second_one_stops_a_server_whose_weights_are_in_doubt(answering: Answering) -> None:
@@ -159,6 +162,16 @@ def test_a_commit_is_one_call_and_a_second_one_stops_a_server_whose_weights_are_
         assert replica.serving is intact
     assert [path for path, _ in answering.seen] == ["/update_weights"] * 3 + [stop]
     answering.status, answering.body = 200, b"{}"
+
+    async def quarantined_during_a_commit() -> None:
+        await replica.commit(7)
+        await asyncio.gather(replica.commit(8), replica.quarantine(CommitError("no quorum.")))
+        assert not replica.serving
+        await replica.rollback(8)
+        assert (replica.serving, replica.version) == (True, 7)
+
+    asyncio.run(quarantined_during_a_commit())
+    assert [path for path, _ in answering.seen[4:]] == ["/update_weights"] * 2 + [stop, "/update_weights"]
     for how, limit_s, cause in (("silent", 0.2, "DeadlineExceeded"), ("hangs_up", HANG_S, "WorkerDied")):
         answering.seen.clear()
         setattr(answering, how, "/update_weights")
