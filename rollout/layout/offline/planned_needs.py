@@ -16,7 +16,7 @@ from ...config import RolloutConfig
 from ...contract.engine import PlannedNeeds
 from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
-from ..write_method import WriteKind
+from ..write_method import WriteKind, untraceable
 from .needs_cache import remembered
 from .rank_layouts import rank_layouts
 from .rank_models import engine_config
@@ -100,7 +100,7 @@ def find_needs(
     except WeightlaneError:
         raise
     except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; replicas then load versions without copies
-        why = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
+        why = untraceable(cause).why
     return {"dtype": dtype_found, "ranks": needed, "why": why}
 
 
