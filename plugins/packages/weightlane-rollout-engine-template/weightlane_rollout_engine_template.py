@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -77,7 +76,6 @@ class TemplateRolloutEngine(toolkit.OneRankEngine):
         """See `RolloutEngine.close`."""
         self._in_flight.clear()
         await self.leave()
-        await asyncio.to_thread(self.updates.shutdown)  # after the steps that are queued, which find nothing to do
         self._model = None
 
     def serve(self, model: Any) -> None:

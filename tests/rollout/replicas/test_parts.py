@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from tiny_models import make_architecture, make_qwen3, make_qwen3_moe, quantised
 from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane import rollout
-from weightlane.ckpt_engines import ConfigError, SyncAbortedError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import vllm_surface
 from weightlane.rollout.commit.live_weights import LiveWeights
 from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
@@ -38,12 +39,14 @@ from weightlane.rollout.contract.cleaner import Cleaner
 from weightlane.rollout.contract.named_segments import mapped_segments, segments_of_trees
 from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.contract.requests import GenerationRequest, Sampling
+from weightlane.rollout.engines.transformers.engine import TransformersEngine
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
 from weightlane.rollout.vllm.environment import engine_arguments
+from weightlane.rollout.vllm.engine import VllmEngine
 from weightlane.rollout.vllm.generation import Generated
 
 
@@ -184,6 +187,30 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
 
 
 # -- what of vLLM is used -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kind", "loads"), [(VllmEngine, "_make_engine"), (TransformersEngine, "_load")])
+def test_a_start_that_is_given_up_ends_its_engine_and_does_not_keep_the_program_from_ending(
+    kind: type[VllmEngine | TransformersEngine], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemons, go, ended = [], threading.Event(), threading.Event()
+
+    def load(engine: Any) -> None:
+        daemons.append(threading.current_thread().daemon)
+        go.wait(HANG_S)
+        engine._engine = SimpleNamespace(shutdown=lambda **_: ended.set())
+
+    monkeypatch.setattr(kind, loads, load)
+    engine = kind("rollout-0", RolloutConfig(start_timeout_s=0.01), tmp_path)
+    for _ in range(2):  # another one waits for the end of the first
+        with pytest.raises(DeadlineExceededError, match=r"within 0 s\. Raise rollout\.start_timeout_s"):
+            asyncio.run(engine.start(0))
+    go.set()
+    if kind is VllmEngine:
+        wait_until(ended.is_set, "the end of vLLM's engine")
+        assert daemons == [True]
+    assert all(daemons)
+    assert not engine.open
+
+
 
 
 def plain_config(**more: Any) -> Any:
