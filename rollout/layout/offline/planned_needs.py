@@ -40,7 +40,7 @@ def planned_needs(config: RolloutConfig, model_dir: Path) -> PlannedNeeds:
     reason = "rollout.commit is in_place" if config.commit == "in_place" else ""
     reason = "an adapter is small (trainer.lora.publish)" if config.adapter is not None else reason
     unsliced = PlannedNeeds(everything, config.dtype, reason)
-    if reason and config.dtype != "auto":
+    if reason and config.dtype != "auto" and "dtype" not in config.extra_engine_args:
         return unsliced
     asked = {
         "model": str(model_dir.resolve()),

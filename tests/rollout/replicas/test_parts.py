@@ -41,6 +41,7 @@ from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.contract.requests import GenerationRequest, Sampling
 from weightlane.rollout.engines.transformers.engine import TransformersEngine
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
+from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.vllm import plugin as vllm_plugin
@@ -214,7 +215,7 @@ def test_a_start_that_is_given_up_ends_its_engine_and_does_not_keep_the_program_
 
 
 def plain_config(**more: Any) -> Any:
-    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, enable_eplb=False)
+    parallel = SimpleNamespace(world_size=2, tensor_parallel_size=2, data_parallel_size=1, enable_eplb=False)
     for name in more.keys() & vars(parallel).keys():
         setattr(parallel, name, more.pop(name))
     model = SimpleNamespace(quantization=None, hf_config=None)
@@ -225,7 +226,8 @@ def plain_config(**more: Any) -> Any:
 def test_modes_in_which_weights_would_stay_old_or_go_nowhere_are_refused_by_name() -> None:
     for settings, named in (
         ({"enable_eplb": True}, "expert load balancing (enable_eplb)"),
-        ({"pipeline_parallel_size": 2}, "pipeline and data parallel replicas"),
+        ({"world_size": 4}, "replicas with pipeline, data or prefill context parallelism"),
+        ({"data_parallel_size": 2}, "replicas with pipeline, data or prefill context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model (speculative_config, eagle3)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(named)):
@@ -282,22 +284,18 @@ def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "environ", dict(os.environ))
     qwen3, bloom = make_qwen3(tmp_path / "qwen3", seed=0), make_architecture("bloom", tmp_path / "bloom")
     experts = make_qwen3_moe(tmp_path / "experts", seed=0, experts=2)
-    adapter = {"adapter": {"rank": 2, "alpha": 1}}
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "model_max_length": "none"}')
+    refuse_arguments(RolloutConfig(max_model_len=65), tmp_path)  # vLLM refuses what it cannot read
+    os.environ["OMP_NUM_THREADS"] = "7"
+    adapter, divided = {"adapter": {"rank": 2, "alpha": 1}}, {"expert_parallel": True}
     for model, settings, says in (
         (qwen3, {"extra_engine_args": {"max_modl_len": 3}}, "'max_modl_len'.*Did you mean 'max_model_len'"),
         (experts, {"routed_experts": True}, "returns the experts of tokens on GPUs only"),
         (qwen3, {"extra_engine_args": {"max_num_batched_tokens": -1}}, "max_num_batched_tokens: Input should be"),
+        (qwen3, {"extra_engine_args": {"tensor_parallel_size": 0}}, "weightlane sets. Set rollout.tensor_parallel"),
         (bloom, {"max_model_len": 64, **adapter}, "(vLLM has no adapters|LoRA is not supported) for BloomForCausalLM"),
-        (
-            experts,
-            {"tensor_parallel": 4, "expert_parallel": True},
-            r"2 experts cannot be divided.*\(--tp\) to at most 2",
-        ),
-        (
-            qwen3,
-            {"tensor_parallel": 2, "expert_parallel": True},
-            "expert_parallel is true, and the model has no experts",
-        ),
+        (experts, {"tensor_parallel": 4, **divided}, r"2 experts cannot be divided.*\(--tp\) to at most 2"),
+        (qwen3, {"tensor_parallel": 2, **divided}, "expert_parallel is true, and the model has no experts"),
     ):
         config = RolloutConfig.model_validate(settings)
         with pytest.raises(ConfigError, match=says) as checked:
