@@ -46,8 +46,8 @@ from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refu
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
-from weightlane.rollout.vllm.environment import engine_arguments
 from weightlane.rollout.vllm.engine import VllmEngine
+from weightlane.rollout.vllm.environment import engine_arguments
 from weightlane.rollout.vllm.generation import Generated
 
 
@@ -187,7 +187,6 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
             path.unlink(missing_ok=True)
 
 
-# -- what of vLLM is used -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kind", "loads"), [(VllmEngine, "_make_engine"), (TransformersEngine, "_load")])
 def test_a_start_that_is_given_up_ends_its_engine_and_does_not_keep_the_program_from_ending(
     kind: type[VllmEngine | TransformersEngine], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,6 +211,7 @@ def test_a_start_that_is_given_up_ends_its_engine_and_does_not_keep_the_program_
     assert not engine.open
 
 
+# -- what of vLLM is used -----------------------------------------------------------------------------------------------
 
 
 def plain_config(**more: Any) -> Any:
@@ -302,6 +302,7 @@ def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypa
             check_replica(config, model)
         with pytest.raises(ConfigError, match=f"^{re.escape(str(checked.value))}$"):
             asyncio.run(rollout.LocalReplica("rollout-0", config, model).start())
+    assert os.environ["OMP_NUM_THREADS"] == "1", "that of the settings"
     assert check_replica(RolloutConfig.model_validate(adapter), qwen3) == ""
     with pytest.raises(ValidationError, match="set tensor_parallel to more than 1"):
         RolloutConfig(expert_parallel=True)
