@@ -174,8 +174,9 @@ class RolloutConfig(BaseModel):
     extra_engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments of the engine by name. vllm: fields of its AsyncEngineArgs, which override those that"
-        " weightlane sets. sglang: options of its launch_server, with underscores, and python, the interpreter of its"
-        " environment; or server, the address of one that runs already on this machine, and its api_key.",
+        " weightlane sets; some that it relies on are refused, such as tensor_parallel_size. sglang: options of its"
+        " launch_server, with underscores, and python, the interpreter of its environment; or server, the address of one that"
+        " runs already on this machine, and its api_key.",
     )
 
     @property

@@ -10,13 +10,14 @@ frozenset({'staged'})
 """
 
 from .commit.live_weights import LiveWeights
-from .commit.one_rank_engine import OneRankEngine, RunningUpdate, limited
+from .commit.one_rank_engine import OneRankEngine, RunningUpdate
 from .commit.receiving_rank import ReceivingRank
 from .commit.remote_failure import RemoteFailureError, quarantined, untouched
 from .commit.transfer_calls import ConnectRequest, UpdateRequest
 from .config import RolloutConfig
 from .contract.answer import Answer
 from .contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from .contract.limits import limited
 from .contract.loader import RankLoader
 from .contract.rank_group import RankGroup
 from .contract.records import Completion

@@ -168,6 +168,7 @@ def _run(call: Callable[[], T], future: Future[T]) -> None:
 def call_in_thread(call: Callable[[], T], name: str = "weightlane-call") -> Future[T]:
     """Run `call` in a daemon thread of its own, which is never joined. The future gets its result, or whatever it raises."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # a task that waits for it and is cancelled would else cancel it under the thread
     threading.Thread(target=_run, args=(call, future), name=name, daemon=True).start()
     return future
 
@@ -175,6 +176,7 @@ def call_in_thread(call: Callable[[], T], name: str = "weightlane-call") -> Futu
 def start_call(call: Callable[[], T]) -> Future[T]:
     """Run an engine's `call` in a daemon thread of its own; in this one if the program is ending and can start no thread."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # as above
     try:
         start_thread("weightlane-engine-call", _run, call, future)
     except RuntimeError:  # from Python 3.12 on

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from weightlane.ckpt_engines import ClosedError, CommitError, Deadline, DeadlineExceededError, QuarantinedError
+from weightlane.ckpt_engines import ClosedError, CommitError, Deadline, QuarantinedError
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ..config import RolloutConfig
 from ..contract.engine import RolloutEngine, UpdateFigures
+from ..contract.limits import limited, on_thread
 from ..contract.loader import RankLoader
 from ..contract.rank_group import RankGroup
 from ..contract.requests import GenerationRequest, tokenizer_for_stop_strings
@@ -103,11 +104,7 @@ class OneRankEngine(RolloutEngine):
         """Make an update on the thread. One that takes too long is given up, and finds that out by `RunningUpdate.check`."""
         rank, limit_s = self.running(), self.config.commit_timeout_s
         update = RunningUpdate(serves, trusted, Deadline.after(limit_s))
-        late = DeadlineExceededError(
-            f"the weights were not replaced within {limit_s:.0f} s.",
-            part=self.name,
-            hint="Raise rollout.commit_timeout_s.",
-        )
+        late = self.late("the weights were not replaced")
         try:
             async with limited(limit_s, quarantined(late, self.name, "The replica must not serve")):
                 await self.in_thread(self.updates, self.make_update, rank, fields, update)
@@ -136,16 +133,16 @@ class OneRankEngine(RolloutEngine):
         self.updating.given_up.set()
         if rank is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(rank.leave), _CLOSE_S)
+                await asyncio.wait_for(on_thread(rank.leave), _CLOSE_S)
         self.updates.shutdown(wait=False)  # what is queued finds that the engine is not open any more
         self.updates = self._threads("update")
 
-    def _threads(self, purpose: str) -> ThreadPoolExecutor:
+    def _threads(self, purpose: str) -> DaemonThreads:
         """One thread. A closed engine has fresh ones, for the next `start`."""
-        return ThreadPoolExecutor(1, f"weightlane-{purpose}-{self.name}")
+        return DaemonThreads(1, f"weightlane-{purpose}-{self.name}")
 
     @staticmethod
-    async def in_thread(threads: ThreadPoolExecutor, call: Callable[..., _T], *arguments: Any) -> _T:
+    async def in_thread(threads: DaemonThreads, call: Callable[..., _T], *arguments: Any) -> _T:
         """The result of `call`, which runs on one of `threads`."""
         return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
 
@@ -153,16 +150,3 @@ class OneRankEngine(RolloutEngine):
         from transformers import AutoTokenizer  # noqa: PLC0415 - only stop strings need one
 
         return tokenizer_for_stop_strings(partial(AutoTokenizer.from_pretrained, self.model_dir), self.name)
-
-
-@asynccontextmanager
-async def limited(limit_s: float, late: Exception) -> AsyncIterator[None]:
-    """Raise `late` if what is inside takes longer than `limit_s` seconds; an error from inside stays as it is."""
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            yield
-    except TimeoutError as cause:
-        if not limit.expired():
-            raise
-        raise late from cause

@@ -6,6 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+_MOST_GAPS = 1000
+"""Most versions whose gaps are kept: statistics have a copy of them."""
+
 
 class TokenClock:
     """Arrival times of the tokens of all requests of one replica. All calls come from one event loop."""
@@ -16,10 +19,14 @@ class TokenClock:
         self.recomputed_tokens = 0
         """Tokens that requests in flight prefilled again because of commits."""
         self.gaps_s: dict[int, float] = {}
-        """Longest gap that spans the commit of each version."""
+        """Longest gap that spans the commit of each version; of the last `_MOST_GAPS` versions."""
+        self.max_gap_s = 0.0
+        """Longest gap that spans a commit, over all commits."""
         self._last: dict[str, float | None] = {}
         self._watched: dict[int, set[str]] = {}
-        self._resumed: set[int] = set()
+        """The requests that have not resumed yet, for each version for which there are any. Every token looks at all of these."""
+        self._committing: int | None = None
+        """The version whose commit has begun and not ended. One that fails does not end."""
         self._changed = asyncio.Event()
         """Set when a request needs no further watching."""
         self._busy_since = 0.0
@@ -54,20 +61,26 @@ class TokenClock:
         self._last.pop(request_id, None)
         for watched in self._watched.values():
             watched.discard(request_id)
-        self._changed.set()
+        self._drop_resumed()
         if not self._last:
             self._busy_s += self._now() - self._busy_since
 
     def commit_begins(self, version: int) -> int:
         """Watch every request that has tokens; returns the number of these requests."""
+        if self._committing is not None:
+            self._watched.pop(self._committing, None)
+        self._committing = version
         self.gaps_s[version] = 0.0
-        self._resumed.discard(version)
+        if len(self.gaps_s) > _MOST_GAPS:
+            del self.gaps_s[next(iter(self.gaps_s))]
         self._watched[version] = {request_id for request_id, last in self._last.items() if last is not None}
         return len(self._watched[version])
 
     def commit_ends(self, version: int) -> None:
         """Note that generation resumed: `gaps_s` counts each watched request's gap when its next token arrives."""
-        self._resumed.add(version)
+        if version == self._committing:
+            self._committing = None
+        self._drop_resumed()
 
     async def gap_s(self, version: int, timeout_s: float) -> float:
         """The longest gap, over the watched requests, from before the commit of `version` to the first token after it.
@@ -76,22 +89,32 @@ class TokenClock:
         stay watched: `gaps_s` gets the final figure.
         """
         end = self._now() + timeout_s
-        while watched := self._watched[version]:
+        while watched := self._watched.get(version):
             self._changed.clear()
             try:
                 await asyncio.wait_for(self._changed.wait(), max(0.0, end - self._now()))
             except TimeoutError:
                 now = self._now()
                 waits = [now - last for request_id in watched if (last := self._last.get(request_id)) is not None]
-                self.gaps_s[version] = max([self.gaps_s[version], *waits])
+                self._lengthen(version, max(waits, default=0.0))
                 break
-        return self.gaps_s[version]
+        return self.gaps_s.get(version, 0.0)
 
     def _record_gap(self, request_id: str, gap_s: float) -> None:
         # Tokens of the last step before the pause arrive after a commit has begun: only one after its end stops the watch.
         for version, watched in self._watched.items():
             if request_id in watched:
-                self.gaps_s[version] = max(self.gaps_s[version], gap_s)
-                if version in self._resumed:
+                self._lengthen(version, gap_s)
+                if version != self._committing:
                     watched.discard(request_id)
-                    self._changed.set()
+        self._drop_resumed()
+
+    def _lengthen(self, version: int, gap_s: float) -> None:
+        self.gaps_s[version] = max(self.gaps_s.get(version, 0.0), gap_s)
+        self.max_gap_s = max(self.max_gap_s, gap_s)
+
+    def _drop_resumed(self) -> None:
+        """Watch no longer for versions that all requests have resumed from."""
+        for version in [each for each, watched in self._watched.items() if not watched and each != self._committing]:
+            del self._watched[version]
+            self._changed.set()

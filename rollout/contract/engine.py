@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, WeightlaneError, WorkerDiedError
 from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 from weightlane.sync import CommitMode, Placement
 
@@ -193,6 +193,14 @@ class RolloutEngine(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End the engine, its processes and threads. Requests in flight have been aborted. Idempotent, never raises."""
+
+    def late(self, what: str) -> DeadlineExceededError:
+        """The error of an action that took longer than `RolloutConfig.commit_timeout_s`; `what` says what did not happen."""
+        return DeadlineExceededError(
+            f"{what} within {self.config.commit_timeout_s:.0f} s.",
+            part=self.name,
+            hint="Raise rollout.commit_timeout_s.",
+        )
 
     def died(self) -> WeightlaneError:
         """The error that says that the engine is `dead`."""

@@ -66,4 +66,4 @@ class RolloutStats:
     max_token_gap_s: float
     """Longest wait for a next token that spans a commit, over all commits."""
     commit_gaps_s: dict[int, float] = field(default_factory=dict)
-    """The longest wait for a next token that spans a commit, by committed version."""
+    """The longest wait for a next token that spans a commit, by committed version; of the last 1,000 versions."""

@@ -158,7 +158,7 @@ class VersionLoader(RankLoader):
                 f"{moved[0]} and {len(moved) - 1} more tensors have moved to other memory, and captured CUDA graphs compute with"
                 " the memory from before.",
                 part=self.part,
-                hint="Start this replica anew; with --enforce-eager (rollout.extra_engine_args) tensors may move.",
+                hint="Start this replica anew; with rollout.enforce_eager (vLLM's --enforce-eager) tensors may move.",
             )
 
     def learn(self, specs: Mapping[str, ShapeAndDtype], group: RankGroup, *, sliced: bool = False) -> None:

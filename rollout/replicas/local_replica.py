@@ -362,7 +362,7 @@ class LocalReplica:
             busy_s=self.clock.busy_s,
             blocked_s=self._blocked_s,
             recomputed_tokens=self.clock.recomputed_tokens,
-            max_token_gap_s=max(self.clock.gaps_s.values(), default=0.0),
+            max_token_gap_s=self.clock.max_gap_s,
             commit_gaps_s=dict(self.clock.gaps_s),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,7 @@ from ..commit.transfer_calls import CACHES, DEEP, ENGINE_SHARE, MEMORY_USE, WEIG
 from ..config import RolloutConfig
 from ..contract.cleaner import Cleaner
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, SleepPart, UpdateFigures
+from ..contract.limits import limited, on_thread
 from ..contract.named_segments import segments_of_trees
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest, tokenizer_for_stop_strings
@@ -57,6 +59,8 @@ class VllmEngine(RolloutEngine):
         super().__init__(name, config, model_dir)
         self._engine: Any = None
         self._cleaner: Cleaner | None = None
+        self._building = threading.Lock()
+        """Held while vLLM's engine is made: that of a start that was given up ends before the next one begins."""
 
     @classmethod
     def check(cls, config: RolloutConfig, model_dir: Path) -> str:
@@ -98,27 +102,27 @@ class VllmEngine(RolloutEngine):
         """Load the model in new processes, and serve it as `version`."""
         if not self.model_dir.is_dir():
             raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
+        limit_s, given_up = self.config.start_limit_s, threading.Event()
+        late = f"the engine did not start within {limit_s:.0f} s."
         try:
-            async with asyncio.timeout(self.config.start_limit_s):
-                await asyncio.to_thread(self._build)
-                await self._engine.update_weight_version(str(version))
+            async with limited(
+                limit_s, DeadlineExceededError(late, part=self.name, hint="Raise rollout.start_timeout_s.")
+            ):
+                await on_thread(self._build, given_up)
+                await self.running.update_weight_version(str(version))
             # Garbage collection of everything that the start made would stop the event loop for 0.3 s at a time.
             gc.collect()
             gc.freeze()
         except WeightlaneError:
             raise
-        except TimeoutError as cause:
-            raise DeadlineExceededError(
-                f"the engine did not start within {self.config.start_limit_s:.0f} s.",
-                part=self.name,
-                hint="Raise rollout.start_timeout_s.",
-            ) from cause
-        except (ValueError, TypeError, OSError) as cause:
-            raise refusal_by_vllm(cause, f"start from {self.model_dir}", part=self.name) from cause
         except Exception as cause:
+            if isinstance(cause, (ValueError, TypeError, OSError)) and not isinstance(cause, TimeoutError):
+                raise refusal_by_vllm(cause, f"start from {self.model_dir}", part=self.name) from cause
             raise WorkerDiedError(
                 f"the engine ended while starting: {cause}.", part=self.name, hint="The replica's log has the cause."
             ) from cause
+        finally:
+            given_up.set()
 
     async def connect(self, fields: Mapping[str, Any]) -> None:
         """Call ``init_weight_transfer_engine``. Raises the first rank's typed error."""
@@ -126,10 +130,8 @@ class VllmEngine(RolloutEngine):
 
         engine, limit_s = self.running, self.config.connect_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with limited(limit_s, not_connected(limit_s, self.name)):
                 await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(fields)))
-        except TimeoutError as cause:
-            raise not_connected(limit_s, self.name) from cause
         except Exception as cause:
             raise self.typed(cause) from cause
 
@@ -173,10 +175,10 @@ class VllmEngine(RolloutEngine):
         )
         info = {**fields, "engine_commit": options.model_dump()}
         try:
-            async with asyncio.timeout(limit_s):
+            async with limited(limit_s, self.late("the weights were not replaced")):
                 (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": info})
         except Exception as cause:
-            error, intact = self._diagnosed(cause, limit_s)
+            error, intact = self._diagnosed(cause)
             if intact and trusted:
                 raise untouched(error, self.name) from cause
             if isinstance(error, WorkerDiedError):
@@ -184,13 +186,10 @@ class VllmEngine(RolloutEngine):
             raise quarantined(error, self.name, "The replica must not serve") from cause
         return UpdateFigures(figures["blocked_s"], figures["load_s"], int(figures["recomputed_tokens"]))
 
-    def _diagnosed(
-        self, cause: Exception, limit_s: float, late: str = "the weights were not replaced"
-    ) -> tuple[WeightlaneError, bool]:
+    def _diagnosed(self, cause: Exception) -> tuple[WeightlaneError, bool]:
         """The typed error of a failed update, or of another action, and whether the old weights are in place on every rank."""
-        if isinstance(cause, TimeoutError):
-            hint = "Raise rollout.commit_timeout_s."
-            return DeadlineExceededError(f"{late} within {limit_s:.0f} s.", part=self.name, hint=hint), False
+        if isinstance(cause, WeightlaneError):  # this process's own, which does not know
+            return cause, False
         if isinstance(error := self.typed(cause), WorkerDiedError):
             return error, False
         failure = failure_from_text(str(cause), part=self.name)
@@ -214,12 +213,11 @@ class VllmEngine(RolloutEngine):
 
     async def _within_limit(self, call: Awaitable[T], action: str) -> T:
         """The result of a call about memory. After a failure it is not known which memory is there: `QuarantinedError`."""
-        limit_s = self.config.commit_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with limited(self.config.commit_timeout_s, self.late(f"the engine did not {action}")):
                 return await call
         except Exception as cause:
-            error, _ = self._diagnosed(cause, limit_s, f"the engine did not {action}")
+            error, _ = self._diagnosed(cause)
             if isinstance(error, WorkerDiedError):
                 raise error from cause
             raise QuarantinedError(
@@ -245,9 +243,7 @@ class VllmEngine(RolloutEngine):
                 await engine.shutdown_weight_transfer_engine()
         if engine.output_handler is not None:
             engine.output_handler.cancel()  # It would take the processes' end for a crash, and log it as one.
-        await asyncio.to_thread(engine.shutdown, timeout=_CLOSE_TIMEOUT_S)
-        if self._cleaner is not None:
-            await asyncio.to_thread(self._cleaner.close)
+        await on_thread(self._end_processes, engine)
         del engine
         await asyncio.sleep(0)  # Lets the engine's cancelled tasks end and drop it.
         gc.unfreeze()
@@ -272,7 +268,22 @@ class VllmEngine(RolloutEngine):
             "the engine's processes are gone.", part=self.name, peer=self.name, hint="Its log has the cause."
         )
 
-    def _build(self) -> None:
+    def _build(self, given_up: threading.Event) -> None:
+        """Make vLLM's engine, on a thread. It ends at once if `start` was `given_up` meanwhile: nobody else knows of it then."""
+        with self._building:
+            if given_up.is_set():
+                return
+            self._make_engine()
+            if given_up.is_set() and (engine := self._engine) is not None:
+                self._engine = None
+                self._end_processes(engine)
+
+    def _end_processes(self, engine: Any) -> None:
+        engine.shutdown(timeout=_CLOSE_TIMEOUT_S)
+        if self._cleaner is not None:
+            self._cleaner.close()
+
+    def _make_engine(self) -> None:
         arguments, vllm_config = replica_config(self.config, self.model_dir)
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - after the environment that it reads
 

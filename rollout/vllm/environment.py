@@ -29,7 +29,7 @@ _CPU_KV_CACHE_BYTES = 256 << 20
 
 
 def child_environment(config: RolloutConfig) -> dict[str, str]:
-    """The environment variables of a replica's processes; variables that are set already keep their values."""
+    """The environment variables of a replica's processes; those that are set already keep their values, but OMP_NUM_THREADS."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -43,13 +43,11 @@ def child_environment(config: RolloutConfig) -> dict[str, str]:
 
 
 def prepare_environment(config: RolloutConfig) -> bool:
-    """Set the variables of `child_environment` that are not set in this process, and let its vLLM children end with it.
+    """Set the variables of `child_environment` in this process, and let its vLLM children end with it.
 
     Must be called before anything imports vLLM. Returns whether vLLM's platform here is the CPU.
     """
-    for name, value in child_environment(config).items():
-        os.environ.setdefault(name, value)
-    os.environ[WATCH_ENV] = str(os.getpid())
+    os.environ.update(child_environment(config) | {WATCH_ENV: str(os.getpid())})
     from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM reads the environment when imported
 
     return bool(current_platform.is_cpu())

@@ -6,10 +6,10 @@ threads of their own, so a client that hangs keeps nobody past a deadline.
 
 from __future__ import annotations
 
-import asyncio
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
@@ -23,15 +23,14 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.ckpt_engines.runtime.threads import start_call
 from weightlane.sync import CommitReport, Rendezvous
 
 from ..commit.remote_failure import RemoteFailureError, failure_from_text, quarantined, untouched
 from ..commit.transfer_calls import RANKS, replica_scope
+from ..contract.limits import on_thread
 from ..replicas.server_calls import refusal
 from ..replicas.server_replica import checked_address, with_hint
 
-T = TypeVar("T")
 _RANKS_S = 10.0
 """Most seconds until the number of ranks is known, which a connected replica has already sent."""
 
@@ -60,10 +59,10 @@ class ClientReplica:
         """
         info = {"rendezvous": dict(rendezvous), "replica": self.name, "backend": backend, "options": dict(options)}
         try:
-            await _on_thread(lambda: self._client.init_weight_transfer_engine(info))
+            await on_thread(self._client.init_weight_transfer_engine, info)
         except Exception as cause:
             raise with_hint(self._failure(cause).error) from cause
-        ranks = await _on_thread(lambda: self._told_ranks(rendezvous))
+        ranks = await on_thread(self._told_ranks, rendezvous)
         if self.ranks not in (0, ranks):
             raise ConfigError(
                 f"the vLLM has {ranks} ranks, and had {self.ranks} when the run began.",
@@ -99,10 +98,10 @@ class ClientReplica:
         """Make `update` in vLLM's three calls. Returns the seconds of the last one, which changes the weights."""
         changing = False
         try:
-            await _on_thread(self._client.start_weight_update)
-            await _on_thread(lambda: self._client.update_weights(dict(update)))
+            await on_thread(self._client.start_weight_update)
+            await on_thread(self._client.update_weights, dict(update))
             changing, began = True, time.monotonic()
-            await _on_thread(self._client.finish_weight_update)
+            await on_thread(self._client.finish_weight_update)
             return time.monotonic() - began
         except Exception as cause:
             failure = self._failure(cause)
@@ -130,7 +129,11 @@ class ClientReplica:
         if answer is not None:
             call = f"POST {urlsplit(str(answer.url)).path}"
             return refusal(call, answer.status_code, answer.text, part=self.name, peer=self._url)
-        if isinstance(cause, OSError) and not isinstance(cause, HTTPError):  # that is urllib's for an answer
+        ray = sys.modules.get("ray.exceptions")  # loaded where a client has Ray actors
+        dead_actor = ray is not None and isinstance(cause, ray.RayActorError)
+        if dead_actor or (
+            isinstance(cause, OSError) and not isinstance(cause, HTTPError)
+        ):  # that is urllib's for an answer
             gone = WorkerDiedError(
                 f"vLLM does not answer: {cause}.",
                 part=self.name,
@@ -150,7 +153,3 @@ def replicas_behind(client: Any) -> list[ClientReplica]:
         else:
             clients.append(each)
     return [ClientReplica(each, number) for number, each in enumerate(clients)]
-
-
-async def _on_thread(call: Callable[[], T]) -> T:
-    return await asyncio.wrap_future(start_call(call))

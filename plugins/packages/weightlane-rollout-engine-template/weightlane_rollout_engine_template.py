@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -76,9 +75,7 @@ class TemplateRolloutEngine(toolkit.OneRankEngine):
     async def close(self) -> None:
         """See `RolloutEngine.close`."""
         self._in_flight.clear()
-        updates = self.updates
         await self.leave()
-        await asyncio.to_thread(updates.shutdown)  # after the steps that are queued, which find nothing to do
         self._model = None
 
     def serve(self, model: Any) -> None:

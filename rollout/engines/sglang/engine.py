@@ -26,12 +26,13 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 
-from ...commit.one_rank_engine import OneRankEngine, RunningUpdate, limited
+from ...commit.one_rank_engine import OneRankEngine, RunningUpdate
 from ...commit.receiving_rank import ReceivingRank
 from ...commit.remote_failure import quarantined
 from ...config import RolloutConfig
 from ...contract.engine import PlannedNeeds, RolloutCapabilities, UpdateFigures
 from ...contract.http_calls import HttpCalls
+from ...contract.limits import limited
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
 from ...layout.loading.checkpoint_expectation import expectation_of

@@ -21,9 +21,10 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
 )
 
-from ...commit.one_rank_engine import OneRankEngine, limited
+from ...commit.one_rank_engine import OneRankEngine
 from ...config import RolloutConfig
 from ...contract.engine import PlannedNeeds, RolloutCapabilities, UpdateFigures
+from ...contract.limits import limited
 from ...contract.records import Completion
 from ...contract.requests import GenerationRequest
 from .decoding import Decoding

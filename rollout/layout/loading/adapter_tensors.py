@@ -20,6 +20,7 @@ from weightlane.sync import Expectation, ExpectedTensor
 
 from ...config import AdapterConfig
 from .checkpoint_expectation import stored_tensors
+from .refused_models import has_experts
 
 PUBLISH = "trainer.lora.publish"
 """The setting by which versions are adapters."""
@@ -28,7 +29,6 @@ _PREFIX = "base_model.model."
 """Begin of PEFT's names."""
 MERGED = f'Set {PUBLISH} to "merged": rollouts then get the weights with the adapter added.'
 _IN_DECODER_LAYER = re.compile(r"(?P<module>.+\.\d+\..+)\.weight")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MATRIX = 2
 """Dimensions of a linear layer's weight; norms have one."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -160,7 +160,7 @@ def _refuse_model(directory: Path) -> None:
     reason = ""
     if any(section.get("quantization_config") for section in sections):
         reason = "is quantised, which changes what an adapter is added to"
-    if any((section.get(key) or 0) > 1 for section in sections for key in _EXPERTS):
+    if any(map(has_experts, sections)):
         reason = "has experts, for which a version can have no adapter"
     if reason:
         raise ConfigError(f"{directory} {reason}, but {PUBLISH} is adapter.", part=_PART, hint=MERGED)

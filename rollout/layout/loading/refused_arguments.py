@@ -14,26 +14,46 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import RolloutConfig
+from .refused_models import has_experts
 
 _PART = "rollout"
-_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts", "block_configs")
-"""Keys of ``config.json`` in which vLLM finds a model's experts."""
+_OF_SETTINGS = {
+    "model": "model.path",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "enable_return_routed_experts": "algorithm.router_replay",
+    "enable_sleep_mode": "trainer.colocate",
+    "max_loras": "rollout.adapter_slots",
+    "max_cpu_loras": "rollout.adapter_slots",
+    "max_lora_rank": "trainer.lora.rank",
+    "lora_target_modules": "trainer.lora.targets",
+    "weight_transfer_config": "",
+    "logprobs_mode": "",
+}
+"""Arguments of vLLM that weightlane relies on, with the setting that each follows; an empty one if weightlane needs one value."""
 
 
 def refuse_arguments(config: RolloutConfig, model_dir: Path) -> None:
     """Raise `ConfigError` for a length or a division between ranks that the model in `model_dir` does not support.
 
-    Says nothing where arguments of vLLM's own change the model (``rollout.extra_engine_args``), and of a ``config.json`` that is
-    not read here: vLLM reads both.
+    Arguments of vLLM's own (``rollout.extra_engine_args``) that weightlane relies on are refused, too. Says nothing where others
+    change the model, and of a ``config.json`` that is not read here: vLLM reads both.
     """
-    extra = config.extra_engine_args
-    if "hf_overrides" in extra or "model" in extra:
+    extra, ranks = config.extra_engine_args, config.tensor_parallel
+    refused = [name for name in extra if config.engine == "vllm" and name in _OF_SETTINGS]
+    if refused:
+        setting = _OF_SETTINGS[refused[0]]
+        raise ConfigError(
+            f"rollout.extra_engine_args has {refused[0]}, which weightlane sets.",
+            part=_PART,
+            hint=f"Set {setting} instead." if setting else "Remove it.",
+        )
+    if "hf_overrides" in extra:
         return
     try:
         hf_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         model = hf_config.get("text_config") or hf_config
-        ranks = int(extra.get("tensor_parallel_size", config.tensor_parallel))
         length = int(extra.get("max_model_len", config.max_model_len) or 0)
+        possible_length = int(hf_config.get("model_max_length") or 0)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return
     if not isinstance(model, Mapping):
@@ -46,12 +66,12 @@ def refuse_arguments(config: RolloutConfig, model_dir: Path) -> None:
             part=_PART,
             hint=f"Possible here: {', '.join(possible)}.",
         )
-    if config.expert_parallel and not any(model.get(key) for key in _EXPERTS):
+    if config.expert_parallel and not has_experts(model):
         raise ConfigError(
             "rollout.expert_parallel is true, and the model has no experts.", part=_PART, hint="Leave it out."
         )
     longest = _longest(model)
-    if longest is not None and length > max(longest, int(hf_config.get("model_max_length") or 0)):
+    if longest is not None and length > max(longest, possible_length):
         raise ConfigError(
             f"rollout.max_model_len is {length}, and the model has {longest} positions (max_position_embeddings).",
             part=_PART,

@@ -14,6 +14,8 @@ from weightlane.sync.codecs.quantised import quantization_config
 _PART = "rollout model"
 _DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
 """Methods of speculative decoding that use the text only."""
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts", "block_configs")
+"""Keys of ``config.json`` in which vLLM finds a model's experts."""
 
 
 def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
@@ -43,9 +45,9 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
 def refuse_configuration(vllm_config: Any) -> None:
     """`refuse_unsupported`, as far as it follows from the configuration of the replica."""
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+    if parallel.world_size != parallel.tensor_parallel_size or parallel.data_parallel_size > 1:
         raise ConfigError(
-            "pipeline and data parallel replicas are not supported.",
+            "replicas with pipeline, data or prefill context parallelism are not supported.",
             part=_PART,
             hint="Use tensor_parallel and replicas.",
         )
@@ -108,6 +110,13 @@ def refuse_in_place(model_config: Any) -> None:
             part=_PART,
             hint='Set rollout.commit to "staged".',
         )
+
+
+def has_experts(model: Mapping[str, Any]) -> bool:
+    """Whether a section of ``config.json`` names several experts. A list has a number, or a section, for each layer."""
+    values = [model.get(key) for key in _EXPERTS]
+    found = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    return any(has_experts(each) if isinstance(each, Mapping) else isinstance(each, int) and each > 1 for each in found)
 
 
 def refuse_indivisible(vllm_config: Any, *, part: str) -> None:

@@ -16,7 +16,7 @@ from ...config import RolloutConfig
 from ...contract.engine import PlannedNeeds
 from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
-from ..write_method import WriteKind
+from ..write_method import WriteKind, untraceable
 from .needs_cache import remembered
 from .rank_layouts import rank_layouts
 from .rank_models import engine_config
@@ -40,7 +40,7 @@ def planned_needs(config: RolloutConfig, model_dir: Path) -> PlannedNeeds:
     reason = "rollout.commit is in_place" if config.commit == "in_place" else ""
     reason = "an adapter is small (trainer.lora.publish)" if config.adapter is not None else reason
     unsliced = PlannedNeeds(everything, config.dtype, reason)
-    if reason and config.dtype != "auto":
+    if reason and config.dtype != "auto" and "dtype" not in config.extra_engine_args:
         return unsliced
     asked = {
         "model": str(model_dir.resolve()),
@@ -100,7 +100,7 @@ def find_needs(
     except WeightlaneError:
         raise
     except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; replicas then load versions without copies
-        why = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
+        why = untraceable(cause).why
     return {"dtype": dtype_found, "ranks": needed, "why": why}
 
 

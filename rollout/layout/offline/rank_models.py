@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from ...vllm_surface import BACKEND
 from ..loading.checkpoint_expectation import expectation_of
 from ..loading.model_errors import model_error
-from ..loading.refused_models import refusal_by_vllm, refuse_indivisible, refuse_other_formats
+from ..loading.refused_models import refusal_by_vllm, refuse_configuration, refuse_indivisible
 
 _PART = "layout"
 
@@ -69,7 +69,7 @@ def engine_config(
         hint = "Name a causal language model that vLLM supports."
         raise refusal_by_vllm(cause, action, part=_PART, hint=hint) from cause
     refuse_indivisible(config, part=_PART)
-    refuse_other_formats(config.model_config)
+    refuse_configuration(config)
     return config
 
 

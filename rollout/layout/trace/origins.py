@@ -26,24 +26,22 @@ _MOST_FOLLOWED = 1 << 29
 """Most elements of one temporary that are followed one by one: numbers of more would take over 4 GB."""
 
 _MOVES = frozenset(
-    getattr(getattr(_aten, operator), overload)
-    for operator, overload in (
-        ("clone", "default"),
-        ("_to_copy", "default"),
-        ("cat", "default"),
-        ("stack", "default"),
-        ("index_select", "default"),
-        ("index", "Tensor"),
-        ("gather", "default"),
-        ("constant_pad_nd", "default"),
-        ("repeat", "default"),
-        ("flip", "default"),
-        ("roll", "default"),
-        ("repeat_interleave", "self_int"),
-        ("_unsafe_view", "default"),
-        ("permute_copy", "default"),
-    )
-    if hasattr(_aten, operator) and hasattr(getattr(_aten, operator), overload)
+    {
+        _aten.clone.default,
+        _aten._to_copy.default,
+        _aten.cat.default,
+        _aten.stack.default,
+        _aten.index_select.default,
+        _aten.index.Tensor,
+        _aten.gather.default,
+        _aten.constant_pad_nd.default,
+        _aten.repeat.default,
+        _aten.flip.default,
+        _aten.roll.default,
+        _aten.repeat_interleave.self_int,
+        _aten._unsafe_view.default,
+        _aten.permute_copy.default,
+    }
 )
 """Operators whose results hold elements of their inputs and nothing else."""
 _CLONES = frozenset({_aten.clone.default, _aten._to_copy.default})

@@ -133,7 +133,7 @@ class CopyRecorder:
                 return
             for name, mask, numbers in found:
                 order = places[mask].argsort()
-                runs = strided_runs(places[mask][order], numbers[order], _MOST_COPIES)
+                runs = strided_runs(places[mask][order], numbers[order])
                 if runs is None:
                     why = f"elements of {name} are scattered over it"
                     self.refuse(target, why, self._origins.sources_of(source))
@@ -163,7 +163,7 @@ class CopyRecorder:
         return remaining
 
 
-def strided_runs(targets: torch.Tensor, sources: torch.Tensor, limit: int) -> list[tuple[int, int, Dimensions]] | None:
+def strided_runs(targets: torch.Tensor, sources: torch.Tensor) -> list[tuple[int, int, Dimensions]] | None:
     """Cover pairs of positions with strided blocks.
 
     The commonest step becomes a dimension, then the commonest step between blocks of one shape, and so on until nothing repeats.
@@ -171,10 +171,9 @@ def strided_runs(targets: torch.Tensor, sources: torch.Tensor, limit: int) -> li
     Args:
         targets: Ascending positions, int64 of shape ``[n]``.
         sources: The source position of each target position, int64 of shape ``[n]``.
-        limit: Most blocks.
 
     Returns:
-        Source offset, target offset and dimensions of each block; None if there would be more than `limit` blocks.
+        Source offset, target offset and dimensions of each block; None if there would be more than `_MOST_COPIES`.
     """
     pending: dict[tuple[tuple[int, int, int], ...], list[tuple[torch.Tensor, torch.Tensor]]] = {
         (): [(targets, sources)]
@@ -192,7 +191,7 @@ def strided_runs(targets: torch.Tensor, sources: torch.Tensor, limit: int) -> li
                 changed |= dimension is not None
                 found.setdefault(grown, []).append((starts[0], starts[1]))
         pending = found
-        if sum(len(target) for parts in pending.values() for target, _ in parts) > limit and not changed:
+        if sum(len(target) for parts in pending.values() for target, _ in parts) > _MOST_COPIES and not changed:
             return None
     return [
         (start, offset, list(dimensions))

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from tiny_models import make_architecture, make_qwen3, make_qwen3_moe, quantised
 from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane import rollout
-from weightlane.ckpt_engines import ConfigError, SyncAbortedError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import vllm_surface
 from weightlane.rollout.commit.live_weights import LiveWeights
 from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
@@ -38,11 +39,14 @@ from weightlane.rollout.contract.cleaner import Cleaner
 from weightlane.rollout.contract.named_segments import mapped_segments, segments_of_trees
 from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.contract.requests import GenerationRequest, Sampling
+from weightlane.rollout.engines.transformers.engine import TransformersEngine
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
+from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
+from weightlane.rollout.vllm.engine import VllmEngine
 from weightlane.rollout.vllm.environment import engine_arguments
 from weightlane.rollout.vllm.generation import Generated
 
@@ -89,7 +93,14 @@ def test_a_gap_spans_the_commit_and_not_the_step_that_was_still_under_way() -> N
         assert await clock.gap_s(8, 0.01) == 4.0
         now.advance(8.0)
         clock.arrived("a", 1)
-        assert clock.gaps_s[8] == 12.0
+        assert clock.gaps_s[8] == clock.max_gap_s == 12.0
+        # No commit costs later tokens anything, also if it failed, or if there was no request.
+        for version in range(9, 1200):
+            clock.commit_begins(version)
+            if version % 2:
+                clock.commit_ends(version)
+            clock.arrived("a", 1)
+        assert (clock._watched, len(clock.gaps_s)) == ({}, 1000)
 
     asyncio.run(life())
 
@@ -176,11 +187,35 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize(("kind", "loads"), [(VllmEngine, "_make_engine"), (TransformersEngine, "_load")])
+def test_a_start_that_is_given_up_ends_its_engine_and_does_not_keep_the_program_from_ending(
+    kind: type[VllmEngine | TransformersEngine], loads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemons, go, ended = [], threading.Event(), threading.Event()
+
+    def load(engine: Any) -> None:
+        daemons.append(threading.current_thread().daemon)
+        go.wait(HANG_S)
+        engine._engine = SimpleNamespace(shutdown=lambda **_: ended.set())
+
+    monkeypatch.setattr(kind, loads, load)
+    engine = kind("rollout-0", RolloutConfig(start_timeout_s=0.01), tmp_path)
+    for _ in range(2):  # another one waits for the end of the first
+        with pytest.raises(DeadlineExceededError, match=r"within 0 s\. Raise rollout\.start_timeout_s"):
+            asyncio.run(engine.start(0))
+    go.set()
+    if kind is VllmEngine:
+        wait_until(ended.is_set, "the end of vLLM's engine")
+        assert daemons == [True]
+    assert all(daemons)
+    assert not engine.open
+
+
 # -- what of vLLM is used -----------------------------------------------------------------------------------------------
 
 
 def plain_config(**more: Any) -> Any:
-    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, enable_eplb=False)
+    parallel = SimpleNamespace(world_size=2, tensor_parallel_size=2, data_parallel_size=1, enable_eplb=False)
     for name in more.keys() & vars(parallel).keys():
         setattr(parallel, name, more.pop(name))
     model = SimpleNamespace(quantization=None, hf_config=None)
@@ -191,7 +226,8 @@ def plain_config(**more: Any) -> Any:
 def test_modes_in_which_weights_would_stay_old_or_go_nowhere_are_refused_by_name() -> None:
     for settings, named in (
         ({"enable_eplb": True}, "expert load balancing (enable_eplb)"),
-        ({"pipeline_parallel_size": 2}, "pipeline and data parallel replicas"),
+        ({"world_size": 4}, "replicas with pipeline, data or prefill context parallelism"),
+        ({"data_parallel_size": 2}, "replicas with pipeline, data or prefill context parallelism"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model (speculative_config, eagle3)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(named)):
@@ -248,28 +284,25 @@ def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "environ", dict(os.environ))
     qwen3, bloom = make_qwen3(tmp_path / "qwen3", seed=0), make_architecture("bloom", tmp_path / "bloom")
     experts = make_qwen3_moe(tmp_path / "experts", seed=0, experts=2)
-    adapter = {"adapter": {"rank": 2, "alpha": 1}}
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "model_max_length": "none"}')
+    refuse_arguments(RolloutConfig(max_model_len=65), tmp_path)  # vLLM refuses what it cannot read
+    os.environ["OMP_NUM_THREADS"] = "7"
+    adapter, divided = {"adapter": {"rank": 2, "alpha": 1}}, {"expert_parallel": True}
     for model, settings, says in (
         (qwen3, {"extra_engine_args": {"max_modl_len": 3}}, "'max_modl_len'.*Did you mean 'max_model_len'"),
         (experts, {"routed_experts": True}, "returns the experts of tokens on GPUs only"),
         (qwen3, {"extra_engine_args": {"max_num_batched_tokens": -1}}, "max_num_batched_tokens: Input should be"),
+        (qwen3, {"extra_engine_args": {"tensor_parallel_size": 0}}, "weightlane sets. Set rollout.tensor_parallel"),
         (bloom, {"max_model_len": 64, **adapter}, "(vLLM has no adapters|LoRA is not supported) for BloomForCausalLM"),
-        (
-            experts,
-            {"tensor_parallel": 4, "expert_parallel": True},
-            r"2 experts cannot be divided.*\(--tp\) to at most 2",
-        ),
-        (
-            qwen3,
-            {"tensor_parallel": 2, "expert_parallel": True},
-            "expert_parallel is true, and the model has no experts",
-        ),
+        (experts, {"tensor_parallel": 4, **divided}, r"2 experts cannot be divided.*\(--tp\) to at most 2"),
+        (qwen3, {"tensor_parallel": 2, **divided}, "expert_parallel is true, and the model has no experts"),
     ):
         config = RolloutConfig.model_validate(settings)
         with pytest.raises(ConfigError, match=says) as checked:
             check_replica(config, model)
         with pytest.raises(ConfigError, match=f"^{re.escape(str(checked.value))}$"):
             asyncio.run(rollout.LocalReplica("rollout-0", config, model).start())
+    assert os.environ["OMP_NUM_THREADS"] == "1", "that of the settings"
     assert check_replica(RolloutConfig.model_validate(adapter), qwen3) == ""
     with pytest.raises(ValidationError, match="set tensor_parallel to more than 1"):
         RolloutConfig(expert_parallel=True)

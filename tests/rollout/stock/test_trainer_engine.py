@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,16 +151,19 @@ def marked(*, intact: bool) -> RemoteFailureError:
 
 
 def test_a_client_that_fails_leaves_every_vllm_with_the_version_before(
-    fakes: list[FakeVLLM], source: DictSource
+    fakes: list[FakeVLLM], source: DictSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sync_clients import WEIGHTS
 
+    actor_died = type("ActorDiedError", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "ray.exceptions", SimpleNamespace(RayActorError=actor_died))
     engine = connected(fakes, source)
     engine.send_weights()
     assert all(fake.serves(WEIGHTS) for fake in fakes)
     source.tensors["embed.weight"].fill_(7)
     for call, cause, error in (
         ("start", ConnectionError("refused"), WorkerDiedError),
+        ("update", actor_died("it is dead"), WorkerDiedError),
         ("update", RuntimeError("vLLM says no"), UntouchedError),
         ("finish", marked(intact=True), UntouchedError),
     ):
