@@ -32,7 +32,7 @@ class RunHooks:
     - *driver*: runs the coordinator, and the training loop if there is one
     - *trainer rank*: runs a publisher
     - *rollout rank*: runs a subscriber; with vLLM a worker process
-    - *replica*: takes a replica's requests; with vLLM the process that owns the engine, or the server
+    - *replica*: takes a replica's requests; with vLLM the process that owns the engine
 
     Observers cannot change what weightlane does: return values are ignored. An observer that raises an `Exception` is reported
     once and not called again in this process; the other observers are. An observer must not block, because the event's thread

@@ -30,10 +30,11 @@ def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
         raise ConfigError(f"{run} is not the directory of a run: it has no config.toml.", part=_PART)
     config = load_any_config(config_file, runs_here=False)
     if isinstance(config, TinkerConfig):
+        files = "all weights as Hugging Face's" if config.service.trains_weights else "an adapter as PEFT's"
         raise ConfigError(
-            f"{run} is the directory of a service, which trains adapters alone.",
+            f"{run} is the directory of a service, whose clients save checkpoints.",
             part=_PART,
-            hint=f"Each directory below {run / 'checkpoints'} has an adapter as PEFT's files.",
+            hint=f"Each sampler_weights and external_weights directory below {run / 'checkpoints'} has {files} files.",
         )
     run_dir = _with_states(run)
     saved = run_dir.saved_steps()

@@ -56,7 +56,7 @@ _LOG_BYTES = 64 << 20
 
 async def run_service(path: Path, overrides: Sequence[str]) -> None:
     """Serve the configuration at the absolute `path` until SIGINT or SIGTERM. Raises a typed error for every problem."""
-    ended = asyncio.Event()
+    ended = _Ended()
     ready = prepare_service(path, overrides)
     config = ready.config
     say = console(soft_wrap=True).print
@@ -75,7 +75,7 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
             RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host, _KILLED_HINT)
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+            asyncio.get_running_loop().add_signal_handler(number, ended.set_by, number)
         config = fitted(config, Sizes.of(config, ready.model), cluster.machines())
         (directory / "config.toml").write_text(explain(as_written(config)), encoding="utf-8")
         stack.callback(shutil.rmtree, directory / VERSIONS_DIR, ignore_errors=True)
@@ -136,7 +136,7 @@ def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
 
 
 async def _start_service(
-    ready: ServicePreparation, hooks: RunHooks, say: Callable[[str], None], ended: asyncio.Event, life: AsyncExitStack
+    ready: ServicePreparation, hooks: RunHooks, say: Callable[[str], None], ended: _Ended, life: AsyncExitStack
 ) -> Service:
     """Start trainer ranks and replicas, and a service over them; `life` ends everything."""
     config, model = ready.config, ready.model
@@ -173,15 +173,28 @@ def _part_of(layer: str) -> str:
     return "attention" if "attn" in layer or "attention" in layer else "mlp"
 
 
-async def _unless(ended: asyncio.Event, task: asyncio.Task[_T]) -> _T:
-    """Wait for `task` and return its result. Raises `asyncio.CancelledError`, as for a signal, if `ended` is set first."""
+class _Ended(asyncio.Event):
+    """Set by the first SIGINT or SIGTERM."""
+
+    error: type[BaseException]
+    """The error by which that signal ends a command."""
+
+    def set_by(self, number: int) -> None:
+        """End the service because of signal `number`."""
+        if not self.is_set():
+            self.error = KeyboardInterrupt if number == signal.SIGINT else asyncio.CancelledError
+        self.set()
+
+
+async def _unless(ended: _Ended, task: asyncio.Task[_T]) -> _T:
+    """Wait for `task` and return its result. Raises the error of a signal, if `ended` is set first."""
     waiting = asyncio.create_task(ended.wait())
     try:
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            raise asyncio.CancelledError
+            raise ended.error
         return task.result()
     finally:
         waiting.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
         partial.write_text(page_of(record), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise StorageError(
             f"cannot write {path}: {error.strerror}.", part="report", hint="Choose another --out."
         ) from error

@@ -38,11 +38,11 @@ def metrics_endpoint(port: int, host: str) -> tuple[PrometheusObserver, str]:
     observer = PrometheusObserver(port, host, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
     try:
         return observer, observer.start()
-    except OSError as error:
+    except (OSError, TypeError) as error:  # the last one is about names that no machine can have
         raise AddressInUseError(
-            f"cannot serve metrics on {host}:{port}: {error.strerror or error}.",
+            f"cannot serve metrics on {host}:{port}: {getattr(error, 'strerror', error)}.",
             part="prometheus",
-            hint="Choose another observers.prometheus_port; 0 takes a free one.",
+            hint="observers.prometheus_host is an address of this machine; observers.prometheus_port 0 takes a free port.",
         ) from error
 
 

@@ -181,10 +181,11 @@ def test_several_runs_are_compared_by_figures_curves_and_the_settings_that_diffe
 def test_what_is_no_run_and_a_place_that_cannot_be_written_are_refused_in_a_line(run_dir: Path, tmp_path: Path) -> None:
     assert_refused("is not the directory of a run", "report", str(tmp_path))
     assert_refused("is not the directory of a run", "report", str(tmp_path / "nowhere"), "--serve")
-    unwritable = run("report", str(run_dir), "--out", str(tmp_path / "nowhere" / "x.html"))
-    assert unwritable.exit_code == 1
-    assert unwritable.stderr.startswith("error: report: cannot write")
     (tmp_path / DATABASE).write_bytes(b"no database" * 1000)
+    for place in ("nowhere/x.html", f"{DATABASE}/x.html", "x" * 250):
+        unwritable = run("report", str(run_dir), "--out", str(tmp_path / place))
+        assert unwritable.exit_code == 1
+        assert unwritable.stderr.startswith("error: report: cannot write")
     assert run("report", str(tmp_path)).exit_code == 1
 
 

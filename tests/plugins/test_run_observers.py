@@ -16,7 +16,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.cli.config.run_config import ObserversSection, RunConfig, load_config
-from weightlane.cli.run.open_observers import RunObservers
+from weightlane.cli.run.open_observers import RunObservers, metrics_endpoint
 from weightlane.plugins import hookimpl, process_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV
 from weightlane.plugins.trace.observer import TRACE_ENV, TraceObserver
@@ -84,6 +84,10 @@ def test_a_missing_library_is_named_with_what_to_install_and_an_open_endpoint_wa
     monkeypatch.delenv("WEIGHTLANE_PROMETHEUS_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0.*WEIGHTLANE_PROMETHEUS_TOKEN"):
         configured("prometheus_host=0.0.0.0", "prometheus_port=0")
+    monkeypatch.setenv("WEIGHTLANE_PROMETHEUS_TOKEN", "a token")
+    for host in ("192.0.2.1", "é" * 70):
+        with pytest.raises(AddressInUseError, match=r"prometheus_host is an address of this machine"):
+            metrics_endpoint(0, host)
 
 
 class Unreachable(TRACKERS["mlflow"]):  # type: ignore[misc]

@@ -9,9 +9,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from weightlane.plugins.prometheus import is_loopback
+
 from ..config import Section
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TOKEN_ENV = "WEIGHTLANE_SERVICE_TOKEN"  # noqa: S105 - a name, not a token
 """Environment variable with the one token of a service that has no ``service.tokens_file``."""
 MAX_LORA_RANK = 512
@@ -56,7 +57,8 @@ class ServiceConfig(Section):
     max_loaded: int = Field(
         16,
         ge=1,
-        description="Most adapters on the trainer ranks; others wait in files until their next request.",
+        description="Most adapters on the trainer ranks; others wait in files until their next request. Adapters amid a"
+        " mini-batch stay, also if they are more.",
     )
     max_models: int = Field(1024, ge=1, description="Most models that are not unloaded, over all clients.")
     max_body_bytes: int = Field(64 << 20, ge=1 << 10, description="Largest request body, decompressed, in bytes.")
@@ -69,7 +71,8 @@ class ServiceConfig(Section):
     save_every: int = Field(
         16,
         ge=1,
-        description="Optimizer steps of a model between two automatic saves; after a crash, requests since then run again.",
+        description="Optimizer steps of a model between two automatic saves, or 64 times as many requests; after a crash,"
+        " requests since then run again.",
     )
     gap_timeout_s: float = Field(
         60.0,
@@ -113,7 +116,7 @@ class ServiceConfig(Section):
 
     @model_validator(mode="after")
     def _open_only_here(self) -> Self:
-        if self.allow_anonymous and self.host not in LOOPBACK:
+        if self.allow_anonymous and not is_loopback(self.host):
             raise ValueError(f"allow_anonymous is true, and host {self.host} can be reached from other machines")
         return self
 

@@ -28,8 +28,8 @@ BASE = ""
 class Publications:
     """Publishes weights from the trainer ranks to all replicas, one version at a time, and tracks the version of each key.
 
-    A key identifies published weights: a checkpoint's path, the newest weights of a model, or `BASE`. Replicas keep versions of
-    many adapters, but only one of all weights: a version of another key waits until no request uses the present one.
+    A key identifies published weights: a checkpoint's directory, the newest weights of a model, or `BASE`. Replicas keep versions
+    of many adapters, but only one of all weights: a version of another key waits until no request uses the present one.
 
     The living `replicas` have the base model, and keep the adapters of `most` keys. The least recently used ones are dropped, and
     loaded again on use. `describe` converts an adapter's configuration to what replicas need to know; None if versions are all

@@ -36,17 +36,21 @@ class Sampler:
     """A sampling session."""
 
     id: str
+    session: str
+    """Empty for one that was made for a single request."""
     client: str
     model: str | None
     """The model whose newest published weights it samples from, or of whose snapshot it was made; None for other samplers."""
     checkpoint: str | None
     """The path of its checkpoint; None for the base model and for samplers in flight."""
+    directory: str | None
+    """The directory of its checkpoint. A later one of the same path has another."""
 
     @property
     def key(self) -> str:
         """The key of its weights in `Publications`."""
-        if self.checkpoint is not None:
-            return self.checkpoint
+        if self.directory is not None:
+            return self.directory
         return inflight_key(self.model) if self.model is not None else BASE
 
 
@@ -91,8 +95,7 @@ class Samplers:
         self, sampler: str, session: str, client: str, *, checkpoint: str | None = None, model: str | None = None
     ) -> Sampler:
         """Create a sampler, or return the one of that id. Raises `UnknownError` for a checkpoint that doesn't exist."""
-        if checkpoint is not None:
-            self._checkpoints.get(checkpoint, client)
+        found = None if checkpoint is None else self._checkpoints.get(checkpoint, client)
         self._store.insert(
             "samplers",
             id=sampler,
@@ -100,6 +103,7 @@ class Samplers:
             client=client,
             model=model,
             checkpoint=checkpoint,
+            directory=None if found is None else str(found.directory),
             # For the page of `weightlane report`.
             inflight=int(model is not None and checkpoint is None),
             created=time.time(),
@@ -109,10 +113,12 @@ class Samplers:
     def get(self, sampler: str, client: str) -> Sampler:
         """The sampler of that id. Raises `UnknownError` if `client` has none."""
         row = self._store.row(
-            "SELECT id, client, model, checkpoint FROM samplers WHERE id = ? AND client = ?", sampler, client
+            "SELECT id, session, client, model, checkpoint, directory FROM samplers WHERE id = ? AND client = ?",
+            sampler,
+            client,
         )
         if row is None:
-            raise UnknownError(f"there is no sampler {sampler}.", part=_PART, hint="Its session may have ended.")
+            raise UnknownError(f"there is no sampler {sampler}.", part=_PART)
         return Sampler(**row)
 
     def join(self, sampler: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, StorageError, WeightlaneError, WorkerDiedError
 
 from ..config import LoraConfig
 from ..loop.protocols import Rollout, Syncer
@@ -78,7 +78,10 @@ class Service:
         self._closing = False
 
     async def run(self) -> None:
-        """Serve until `close`, beginning with requests that an earlier process left. Raises if a rank or all replicas died."""
+        """Serve until `close`, beginning with requests that an earlier process left.
+
+        Raises `WorkerDiedError` if a rank or all replicas died, `StorageError` if an answer cannot be stored.
+        """
         self.sessions.give_time()
         models, samples = self.scheduler.resume(), self.samplers.resume()
         if models or samples:
@@ -88,6 +91,7 @@ class Service:
             self._training,
             asyncio.create_task(self._runner.watch(), name="trainer ranks"),
             asyncio.create_task(self._watch_replicas(), name="replicas"),
+            asyncio.create_task(self.futures.watch(), name="answers"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
         ]
         try:
@@ -197,6 +201,13 @@ class Service:
         self._check_base(base_model)
         return self.samplers.create(sampler_id(session, seq), session, client, checkpoint=path)
 
+    def sampler(self, sampler: str, client: str) -> Sampler:
+        """The sampler of that id, for a further request. Raises `UnknownError`, or `ClosedError` if its session has ended."""
+        found = self.samplers.get(sampler, client)
+        if found.session:
+            self.sessions.require(found.session, client)
+        return found
+
     def sample(self, client: str, asked: SampleRequest, payload: bytes) -> StoredRequest:
         """Begin a sampling request. Raises `BusyError` if too many run or wait."""
         if self.samplers.running >= self.config.max_sampling:
@@ -204,7 +215,7 @@ class Service:
         owner, seq = asked.sampling_session_id, asked.seq_id
         if owner is None or seq is None:
             owner, seq = self._single_sampler(client, asked), 0
-        self.samplers.get(owner, client)
+        self.sampler(owner, client)
         request, new = self.futures.accept(SAMPLE, owner, seq, client, payload)
         if new:
             self.samplers.start(request)
@@ -286,9 +297,12 @@ class Service:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            self.sessions.end_silent()
-            ended = {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
-            await self.scheduler.remove_of(ended)
-            self.scheduler.give_up_gaps(self.config.gap_timeout_s)
-            self.futures.forget(self.config.answer_kept_s)
-            self.checkpoints.drop_expired()
+            try:
+                self.sessions.end_silent()
+                ended = {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
+                await self.scheduler.remove_of(ended)
+                self.scheduler.give_up_gaps(self.config.gap_timeout_s)
+                self.futures.forget(self.config.answer_kept_s)
+                self.checkpoints.drop_expired()
+            except StorageError:  # a request whose answer cannot be stored ends the service; this is tried again
+                _log.exception("what has ended or expired stays")

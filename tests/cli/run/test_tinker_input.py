@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import socket
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import report, run
 from tiny_run import Material
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.config.any_config import load_any_config
 from weightlane.cli.config.tinker_config import as_written, load_tinker_config
+from weightlane.trainer.service.http.server import listening
 
 EXAMPLE = Path(__file__).parents[3] / "examples/tinker/service.toml"
 
@@ -66,14 +73,35 @@ def test_what_a_service_takes_is_counted_without_starting_it(config: Path) -> No
         ended = run("check", str(config), "--set", f"service.port={taken.getsockname()[1]}", columns=1000)
     assert ended.exit_code != 0
     assert "Set service.port to a free one" in ended.stderr
+    for host in ("192.0.2.1", "é" * 70):
+        with pytest.raises(ConfigError, match=r"Set service\.host to an address"), listening(host, 0):
+            pass
+
+
+def test_a_signal_while_it_starts_ends_it_by_its_exit_code(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    async def starting(*_: object) -> None:
+        os.kill(os.getpid(), sent[-1])
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(
+        "weightlane.cli.commands.tinker.RayCluster", lambda *_: nullcontext(SimpleNamespace(machines=list))
+    )
+    monkeypatch.setattr("weightlane.cli.commands.tinker.fitted", lambda config, *_: config)
+    monkeypatch.setattr("weightlane.cli.commands.tinker.start_processes", starting)
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        sent.append(number)
+        ended = run("tinker", str(config))
+        assert ended.exit_code == code, ended.stderr
 
 
 def test_the_printed_configuration_reads_back_the_same(config: Path) -> None:
-    printed = run("config", str(config), "--set", "service.max_lora_rank=4")
+    printed = run("config", str(config), "--set", "service.max_lora_rank=4", "--set", "service.host=127.0.0.2")
     assert printed.exit_code == 0, printed.stderr
     again = config.with_name("printed.toml")
     again.write_text(printed.stdout)
-    loaded = load_tinker_config(config, ["service.max_lora_rank=4"])
+    loaded = load_tinker_config(config, ["service.max_lora_rank=4", "service.host=127.0.0.2"])
     assert load_tinker_config(again) == loaded
     assert load_any_config(again) == as_written(loaded)
     assert "lora" not in tomllib.loads(printed.stdout)["trainer"]
@@ -83,7 +111,8 @@ def test_the_printed_configuration_reads_back_the_same(config: Path) -> None:
 def test_the_files_of_a_service_are_no_run_to_export(config: Path) -> None:
     files = config.parent / "service"
     files.mkdir()
-    (files / "config.toml").write_text(run("config", str(config)).stdout)
-    ended = run("export", str(files), "--out", str(config.parent / "out"), columns=1000)
-    assert ended.exit_code == 2
-    assert "has an adapter as PEFT's files" in ended.stderr
+    for trains, said in (("adapters", "an adapter as PEFT's files"), ("all_weights", "all weights as Hugging Face's")):
+        (files / "config.toml").write_text(run("config", str(config), f"--set=service.trains={trains}").stdout)
+        ended = run("export", str(files), "--out", str(config.parent / "out"), columns=1000)
+        assert ended.exit_code == 2
+        assert f"has {said}" in ended.stderr

@@ -101,12 +101,7 @@ def test_the_example_a_run_and_a_worker_take_the_same_steps_bit_for_bit(
     before = load_tensors(model)
     for number, (prompt, far, objective, loss) in enumerate(
         (
-            (
-                [7],
-                0.1,
-                "dual_clip",
-                ("importance_sampling",),
-            ),  # as in the examples; nothing is clipped of so new samples
+            ([7], 0.1, "dual_clip", ("importance_sampling",)),  # as in the examples: of so new samples, none is clipped
             ([7], 0.6, "grpo", ("ppo", CLIPS)),
             ([7], 0.6, "cispo", ("cispo", CLIPS)),
             ([7], 0.0, "supervised", ()),

@@ -275,24 +275,16 @@ def test_a_request_fails_whose_predecessor_does_not_arrive_and_so_does_the_prede
         assert said in failed.answer.decode()
 
 
-@pytest.mark.parametrize(("lora", "trains_weights"), [(LORA, True), (None, False)])
-def test_adapters_and_all_weights_are_not_taken_for_each_other(
-    lora: LoraConfig | None, trains_weights: bool, tmp_path: Path
-) -> None:
-    store = Store(tmp_path / "store.sqlite")
-
-    def config(*, trains_weights: bool) -> ServiceConfig:
-        return ServiceConfig(trains="all_weights" if trains_weights else "adapters")
-
-    def scheduler(**trains: bool) -> TrainingScheduler:
-        return TrainingScheduler(store, ANY, ANY, ANY, ANY, ANY, tmp_path / "models", config(**trains))
-
-    scheduler(trains_weights=not trains_weights).add(Model("m", "s", "c", lora, {}))
-    assert scheduler(trains_weights=not trains_weights).resume() == 1
-    with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
-        scheduler(trains_weights=trains_weights).resume()
-    store.close()
-    operations = Operations(ANY, ANY, ANY, ANY, ANY, ANY, config(trains_weights=trains_weights))
-    about = {"config": lora and lora.model_dump(mode="json")}
-    with pytest.raises(ConfigError, match="which this service does not train"):
-        operations.check_kind(Checkpoint("tinker://m/weights/a", "m", "training", tmp_path, 0.0, None, 0, about))
+def test_adapters_and_all_weights_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    adapters, all_weights = ServiceConfig(trains="adapters"), ServiceConfig(trains="all_weights")
+    for name, lora, right, wrong in (("a", LORA, adapters, all_weights), ("b", None, all_weights, adapters)):
+        store, directory = Store(tmp_path / name), tmp_path / "models"
+        TrainingScheduler(store, ANY, ANY, ANY, ANY, ANY, directory, right).add(Model("m", "s", "c", lora, {}))
+        assert TrainingScheduler(store, ANY, ANY, ANY, ANY, ANY, directory, right).resume() == 1
+        with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
+            TrainingScheduler(store, ANY, ANY, ANY, ANY, ANY, directory, wrong).resume()
+        store.close()
+        about = {"config": lora and lora.model_dump(mode="json")}
+        found = Checkpoint("tinker://m/weights/a", "m", "training", tmp_path, 0.0, None, 0, about)
+        with pytest.raises(ConfigError, match="which this service does not train"):
+            Operations(ANY, ANY, ANY, ANY, ANY, ANY, wrong).check_kind(found)

@@ -149,7 +149,7 @@ async def create_sampling_session(service: Service, client: str, request: Reques
 async def join_sampling_session(service: Service, client: str, request: Request) -> Response:
     """Give a copy of a sampling client, in another process, a number of its own."""
     asked, _ = await _parsed(service, request, JoinSamplingSessionRequest)
-    service.samplers.get(asked.sampling_session_id, client)
+    service.sampler(asked.sampling_session_id, client)
     number = service.samplers.join(asked.sampling_session_id)
     return JSONResponse({"type": "join_sampling_session", "client_counter": number})
 

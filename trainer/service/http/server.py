@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
-from weightlane.ckpt_engines import AddressInUseError
+from weightlane.ckpt_engines import AddressInUseError, ConfigError
 
 from ..service import Service
 from .app import application
@@ -23,19 +24,21 @@ _KEEP_ALIVE_S = 75
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Open a socket on which nothing is answered yet. Raises `AddressInUseError`."""
+    """Open a socket on which nothing is answered yet.
+
+    Raises `AddressInUseError`, or `ConfigError` if `host` is no address of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is given. Without it, answers wait for delayed acknowledgements.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-        except OSError as cause:
-            raise AddressInUseError(
-                f"{host}:{port} cannot be listened on: {cause.strerror}.",
-                part="service",
-                hint="Set service.port to a free one.",
-            ) from cause
+        except (OSError, TypeError, ValueError) as cause:  # the last two are about names that no machine can have
+            text = f"{host}:{port} cannot be listened on: {getattr(cause, 'strerror', cause)}."
+            if getattr(cause, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+                raise AddressInUseError(text, part="service", hint="Set service.port to a free one.") from cause
+            raise ConfigError(text, part="service", hint="Set service.host to an address of this machine.") from cause
         yield listener
 
 

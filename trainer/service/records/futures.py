@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from contextlib import suppress
+from typing import NoReturn
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WeightlaneError
 
@@ -32,6 +33,7 @@ class Futures:
         self._store = store
         self._answered: dict[str, asyncio.Event] = {}
         self._ending = asyncio.Event()
+        self._unstored: asyncio.Queue[StorageError] = asyncio.Queue()
 
     def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
         """Store request number `seq` of `owner`, a model or sampler, unless it is there. Returns it, and whether it is new.
@@ -52,10 +54,9 @@ class Futures:
             digest=digest,
             payload=payload,
         )
-        request, known = self._store.request(name), self._store.row("SELECT digest FROM requests WHERE id = ?", name)
+        request = self._store.request(name)
         assert request is not None
-        assert known is not None
-        if known["digest"] != digest:
+        if request.digest != digest:
             raise ProtocolError(
                 f"request {seq} of {owner} was sent before, and said something else.",
                 part=_PART,
@@ -64,8 +65,15 @@ class Futures:
         return request, new
 
     def finish(self, request: str, body: bytes, media: str = JSON, *, keep_payload: bool = False) -> None:
-        """Answer a request. With `keep_payload`, it may have to run again after a crash."""
-        self._store.finish(request, body, media, keep_payload=keep_payload)
+        """Answer a request. With `keep_payload`, it may have to run again after a crash.
+
+        An answer that cannot be stored ends the service, by `watch`. The request then runs again after the next start.
+        """
+        try:
+            self._store.finish(request, body, media, keep_payload=keep_payload)
+        except StorageError as error:
+            self._unstored.put_nowait(error)
+            return
         if (event := self._answered.pop(request, None)) is not None:
             event.set()
 
@@ -75,6 +83,10 @@ class Futures:
         text = str(error) if isinstance(error, WeightlaneError) else f"{type(error).__name__}: {error}"
         body = json.dumps({"error": text, "category": "server" if ours else "user"}).encode()
         self.finish(request, body, ERROR, keep_payload=keep_payload)
+
+    async def watch(self) -> NoReturn:
+        """Raise `StorageError` once an answer could not be stored."""
+        raise await self._unstored.get()
 
     async def service_is_ending(self, error: BaseException) -> bool:
         """Whether a request that failed with `error` should run again after the next start, because the service is ending.

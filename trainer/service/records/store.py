@@ -38,8 +38,8 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     created REAL NOT NULL, expires REAL, bytes INTEGER NOT NULL, about TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS samplers (
-    id TEXT PRIMARY KEY, session TEXT NOT NULL, client TEXT NOT NULL, model TEXT, checkpoint TEXT, inflight INTEGER NOT NULL,
-    created REAL NOT NULL, clients INTEGER NOT NULL DEFAULT 1
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, client TEXT NOT NULL, model TEXT, checkpoint TEXT, directory TEXT,
+    inflight INTEGER NOT NULL, created REAL NOT NULL, clients INTEGER NOT NULL DEFAULT 1
 );
 """
 
@@ -60,6 +60,8 @@ class StoredRequest:
     answer: bytes
     media: str
     """The answer's media type; ``error`` for a failure, whose answer is JSON."""
+    digest: str
+    """Of its kind and its payload as the client sent it, also once that is dropped."""
 
 
 class Store:
@@ -67,23 +69,18 @@ class Store:
 
     Each method is one transaction: all of its changes are stored for the next process, or none.
 
-    Raises `StorageError` if the file at `path`, which is made if there is none, can't be opened or is no such database.
+    The file at `path` is made if there is none. Every method raises `StorageError` if the file can't be read or written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
+        hint = "Is another service running on this run.dir? Or move the file away: what it knew is then forgotten."
+        with self._typed("opened", hint):
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             # A killed process loses nothing; a power cut may lose the last moments.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
-        except sqlite3.Error as cause:
-            raise StorageError(
-                f"{path} cannot be opened: {cause}.",
-                part=PART,
-                hint="Is another service running on this run.dir? Or move the file away: what it knew is then forgotten.",
-            ) from cause
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -95,17 +92,20 @@ class Store:
         if self._db.in_transaction:
             yield
             return
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+        with self._typed("written"):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite itself may have rolled it back
+                    self._db.execute("ROLLBACK")
+                raise
 
     def change(self, statement: str, *values: Any) -> int:
         """Execute a statement that changes rows. Returns their number."""
-        return self._db.execute(statement, values).rowcount
+        with self._typed("written"):
+            return self._db.execute(statement, values).rowcount
 
     def insert(self, table: str, **values: Any) -> bool:
         """Add a row, unless its key exists. Returns whether it was added. Dictionaries are stored as JSON."""
@@ -122,10 +122,12 @@ class Store:
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         """The rows of a SELECT, with ``about`` parsed. A row whose ``about`` is damaged is left out."""
-        cursor = self._db.execute(query, values)
+        with self._typed("read"):
+            cursor = self._db.execute(query, values)
+            every = cursor.fetchall()
         names = [column[0] for column in cursor.description]
         found = []
-        for each in cursor:
+        for each in every:
             row = dict(zip(names, each, strict=True))
             if "about" in row:
                 try:
@@ -188,8 +190,16 @@ class Store:
         self.change(query, owner, until, until)
 
     def _requests(self, condition: str, *values: Any) -> list[StoredRequest]:
-        query = "SELECT id, kind, owner, seq, client, state, payload, answer, media FROM requests WHERE "
+        query = "SELECT id, kind, owner, seq, client, state, payload, answer, media, digest FROM requests WHERE "
         return [
             StoredRequest(**{**row, "payload": row["payload"] or b"", "answer": row["answer"] or b""})
             for row in self.rows(query + condition, *values)
         ]
+
+    @contextmanager
+    def _typed(self, what: str, hint: str = "Is the disk full? Nothing that was stored is lost.") -> Iterator[None]:
+        """Raise `StorageError` for SQLite's errors inside the block, because of which the file cannot be `what`."""
+        try:
+            yield
+        except sqlite3.Error as cause:
+            raise StorageError(f"{self._path} cannot be {what}: {cause}.", part=PART, hint=hint) from cause

@@ -15,6 +15,7 @@ from ...runner.jobs import DropGradient, Forward, ForwardBackward, OptimStep
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..config import ServedModel, ServiceConfig
+from ..errors import UnknownError
 from ..losses import ServiceLoss, loss_report
 from ..publications import Publications
 from ..records.checkpoints import Checkpoint, Checkpoints, Kind
@@ -56,7 +57,7 @@ class Operations:
         if request.state == "failed":  # before a crash, or before its turn: it changed no weight then, and doesn't now
             if request.kind == STEP:
                 await self._drop_gradient(model)
-            elif request.kind == BACKWARD and not self._pass_of(request).forward_only:
+            elif request.kind == BACKWARD and not TrainBody.parse(request.payload).forward_only:
                 _spoil(model, "it was refused, or failed before the service was started again.")
             return
         operation = getattr(self, f"_{request.kind}")
@@ -115,7 +116,7 @@ class Operations:
         await self.scheduler.save(model, request.seq - 1)
 
     async def _forward_backward(self, model: Model, request: StoredRequest, run: RunJob) -> None:
-        body = self._pass_of(request)
+        body = TrainBody.parse(request.payload)
         try:
             answer = await self._pass(model, body, run)
         except Exception as error:
@@ -123,9 +124,6 @@ class Operations:
                 _spoil(model, str(error))
             raise
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
-
-    def _pass_of(self, request: StoredRequest) -> TrainBody:
-        return TrainBody.parse(request.payload)
 
     async def _pass(self, model: Model, body: TrainBody, run: RunJob) -> bytes:
         """Run the model forward, and backward unless the request is forward-only. Returns the answer."""
@@ -150,11 +148,13 @@ class Operations:
         return pass_answer([each["logprobs"] for each in outputs], asked.shapes, training_metrics(report))
 
     async def _optim_step(self, model: Model, request: StoredRequest, run: RunJob) -> None:
-        if model.spoiled:
-            incomplete = _incomplete(model)
-            await self._drop_gradient(model)
-            raise incomplete
-        params = wire.request(wire.OptimStepRequest, request.payload).params()
+        try:
+            if model.spoiled:
+                raise _incomplete(model)
+            params = wire.request(wire.OptimStepRequest, request.payload).params()
+        except ProtocolError:
+            await self._drop_gradient(model)  # the step ends its mini-batch, also where it runs again after a crash
+            raise
         try:
             result = await run(OptimStep(model.adapter, params))
         finally:
@@ -181,8 +181,9 @@ class Operations:
         if asked.kind == "inflight":
             key, path = inflight_key(model.id), None
         else:
-            path = await self._save(model, request, "sampler", asked.path or f"snapshot-{request.seq}", asked)
-            key = path
+            name = asked.path or f"snapshot-{request.seq}"
+            path = await self._save(model, request, "sampler", name, asked)
+            key = str(self._checkpoints.place(model.id, "sampler", name, request.seq)[1])
         if asked.path is None:
             sampler = sampler_id(model.session, asked.sampling_session_seq_id or 0)
             self.samplers.create(sampler, model.session, model.client, checkpoint=path, model=model.id)
@@ -250,10 +251,15 @@ class Operations:
         if sampler.checkpoint is not None:
             found = self._checkpoints.get(sampler.checkpoint, sampler.client)
             self.check_kind(found)
+            if str(found.directory) != sampler.directory:
+                raise UnknownError(
+                    f"{found.path} has other weights than when the sampler was made.",
+                    part=_PART,
+                    hint="Make a new one.",
+                )
             directory, config = found.directory, found.config
         name = None if self._config.trains_weights else "published-from-files"
-        if self._config.trains_weights:
-            await self.scheduler.make_room()
+        await self.scheduler.make_room()
         await self._jobs.create(name, config, directory, optimizer=False)
         try:
             return await self._publications.begin(name, config)

@@ -33,6 +33,8 @@ _log = logging.getLogger("weightlane.service")
 _CATCH_UP_S = 600.0
 """Most seconds that a sampler waits until a model's requests have run again after a crash."""
 _POLL_S = 0.05
+_REQUESTS_A_STEP = 64
+"""A model is saved after ``save_every`` times so many requests, also without an optimizer step: until then, they are kept."""
 _WAIT_S = 600.0
 """Most seconds to wait for the ranks between two requests."""
 
@@ -49,8 +51,8 @@ class TrainingScheduler:
     With ``join_clients``, passes of several models are carried out together, and so are steps. Steps, which are short, go before
     passes, but not twice in a row: a model's next pass can then join the others. Passes wait for models that were answered just
     now, and are likely to send another one. A client waits for at most one request of every other client, and ``join_wait_s``
-    after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run again in the same order
-    after a crash, which gives the same weights, except for rounding if requests are joined.
+    after them. A model's state is saved every ``save_every`` steps, or after many requests without one. Later requests are kept,
+    and run again in the same order after a crash, which gives the same weights, except for rounding if requests are joined.
     """
 
     def __init__(
@@ -113,8 +115,8 @@ class TrainingScheduler:
         model.waiting[request.seq] = request
         if request.seq == model.next_seq or len(model.waiting) == 1:
             model.progress = time.monotonic()
-        self._store.update("models", model.id, used=time.time())
         self._changed.set()
+        self._store.update("models", model.id, used=time.time())
 
     @property
     def has_room(self) -> bool:
@@ -248,9 +250,11 @@ class TrainingScheduler:
             ) from cause
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
-        """Unload a model. Its checkpoints stay. To be called from `Execute` or in `between_requests`."""
-        self.models.pop(model.id, None)
+        """Unload a model. Its checkpoints stay. Idempotent. To be called from `Execute` or in `between_requests`."""
+        if model.id not in self.models:
+            return
         self._store.update("models", model.id, state=state)
+        del self.models[model.id]
         gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
         for request in model.waiting.values():
             self._futures.fail(request.id, gone)
@@ -270,16 +274,15 @@ class TrainingScheduler:
         """Move the least recently served settled models to files until their next request, to make room for one more."""
         on_ranks = [each for each in self.models.values() if each.loaded]
         most = 1 if self._config.trains_weights else self._config.max_loaded
-        for model in on_ranks[: max(0, len(on_ranks) - most + 1)]:
-            if model.settled:
-                try:
-                    await self.save(model)
-                    await self._jobs.remove(model.adapter)
-                    model.loaded = False
-                except StorageError:
-                    if self._config.trains_weights:  # others would take its place
-                        raise
-                    _log.exception("model %s stays on the ranks", model.id)
+        for model in [each for each in on_ranks if each.settled][: max(0, len(on_ranks) - most + 1)]:
+            try:
+                await self.save(model)
+                await self._jobs.remove(model.adapter)
+                model.loaded = False
+            except StorageError:
+                if self._config.trains_weights:  # others would take its place
+                    raise
+                _log.exception("model %s stays on the ranks", model.id)
 
     def close(self) -> None:
         """Let `run` end after the current requests. Waiting requests stay in the store."""
@@ -354,7 +357,9 @@ class TrainingScheduler:
             self._futures.fail(request.id, error, keep_payload=True)
             if not request.seq:  # there is no such model then
                 await self.remove(model, "failed")
-        if model.id in self.models and model.settled and model.steps >= model.saved_steps + self._config.save_every:
+        every, since = self._config.save_every, model.next_seq - 1 - model.saved_seq
+        due = model.steps >= model.saved_steps + every or since >= _REQUESTS_A_STEP * every
+        if due and model.id in self.models and model.loaded and model.settled:
             try:
                 await self.save(model)
             except StorageError:  # requests are kept, so that nothing is lost; the next step tries again

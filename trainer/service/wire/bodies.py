@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import zstandard
 from google.protobuf.message import DecodeError
 
 from weightlane.ckpt_engines import ProtocolError
@@ -48,10 +49,6 @@ def decompressed(body: bytes, encoding: str, most_bytes: int) -> bytes:
         return body
     if encoding != "zstd":
         raise ProtocolError(f"no content encoding {encoding!r} is offered.", part=PART, hint="Send zstd, or none.")
-    try:
-        import zstandard  # noqa: PLC0415  (of the extra `service`, and needed only for compressed bodies)
-    except ImportError:
-        raise ProtocolError("this service has no zstd.", part=PART, hint="Send the body uncompressed.") from None
     try:
         size = zstandard.get_frame_parameters(body).content_size
         if size == zstandard.CONTENTSIZE_UNKNOWN:
@@ -102,8 +99,6 @@ def _begins(body: bytes, encoding: str) -> bytes:
     """The first `_ADDRESS_BYTES` of a body; `ProtocolError` if it is not compressed as it should be."""
     if encoding.strip().lower() != "zstd":
         return body[:_ADDRESS_BYTES]
-    import zstandard  # noqa: PLC0415  (as above; the body's size was read with it)
-
     try:
         with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(body) as reader:
             return bytes(reader.read(_ADDRESS_BYTES))

@@ -95,8 +95,6 @@ def _dense(message: Any, dtype: int, shape: list[int], *, part: str) -> Array:
         raise ProtocolError(
             f"column numbers of a sparse tensor do not go up within each row, from 0 to {columns - 1}.", part=part
         )
-    if rows * columns > MOST_CELLS:
-        raise ProtocolError(f"a sparse tensor has shape {shape}: more than {MOST_CELLS} entries.", part=part)
     found = np.zeros(shape, values.dtype)
     found[row, places] = values
     return found
