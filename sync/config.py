@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from weightlane.ckpt_engines.toolkit import one_address
+
 Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
 
@@ -110,14 +112,7 @@ class SyncConfig(BaseModel):
     )
     port: int = Field(0, ge=0, le=65535, description="Port of the hub; 0 takes a free one.")
 
-    @field_validator("host")
-    @classmethod
-    def _one_address(cls, host: str) -> str:
-        if host in ("", "0.0.0.0", "::"):  # noqa: S104 - refused here
-            raise ValueError(
-                "must be one address of this machine that the other participants can reach, not a wildcard"
-            )
-        return host
+    _is_one_address = field_validator("host")(one_address)
 
     @property
     def silence_s(self) -> float:

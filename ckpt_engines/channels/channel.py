@@ -239,14 +239,9 @@ class Channel(Connection):
 
     def receive(self, nbytes: int, deadline: Deadline, waiting_for: str) -> bytes:
         """Return the next `nbytes` bytes. Raises as `send`."""
-        data = b""
-        while len(data) < nbytes:
-            receive = functools.partial(self.socket.recv, nbytes - len(data))
-            chunk = self._when_ready(select.POLLIN, deadline, waiting_for, receive)
-            if not chunk:
-                raise self.lost()
-            data += chunk
-        return data
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data), deadline, waiting_for)
+        return bytes(data)
 
     def receive_into(self, view: memoryview, deadline: Deadline, waiting_for: str) -> None:
         """Fill `view`, writable bytes, with the next bytes, without a copy in between. Raises as `send`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import resource
 import socket
@@ -186,15 +187,32 @@ class Listener:
         admission.on_admitted(sock, agreement.keys(listens=True), agreement.hello)
 
 
+def one_address(host: str) -> str:
+    """Return `host`, an address or a name, which is not looked up. Public in `toolkit`, for the options of engines.
+
+    Raises `ValueError` when it stands for all of this machine's addresses, as 0.0.0.0, 0 and :: do.
+    """
+    address = None
+    with contextlib.suppress(OSError):  # a name
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4][0]
+        address = ipaddress.ip_address(found)
+    if not host or (address and (getattr(address, "ipv4_mapped", None) or address).is_unspecified):
+        raise ValueError("is a wildcard, on which no peer can connect; name one address of this machine")
+    return host
+
+
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
     """Return a socket that listens on `host` only; port 0 takes a free port.
 
-    Raises `AddressInUseError` when the port is taken, and `ConfigError` when `host` is not an address of this machine.
+    Raises `AddressInUseError` when the port is taken, and `ConfigError` when `host` is not one address of this machine, or `port`
+    is not the number of one.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        found = socket.getaddrinfo(one_address(host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = found[0]
+        one_address(str(address[0]))
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise AddressInUseError(
                 f"port {port} of {host} is taken.", part="listener", hint="Choose another port, or 0 for any free one."

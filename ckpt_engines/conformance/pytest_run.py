@@ -21,6 +21,7 @@ from ..errors import ConfigError, EngineContractError, EngineImportError, Weight
 
 PART = "conformance"
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+_PYTEST_SETTINGS = (_NO_PLUGINS, "PYTEST_ADDOPTS", "PYTEST_PLUGINS")
 
 _FAILED_CHECKS = ("AssertionError", "Failed", "HungError", "UntypedError")
 """Exceptions that report a broken promise. A reason omits their names."""
@@ -198,15 +199,13 @@ def _one_line(text: str) -> str:
 
 @contextlib.contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Run pytest without installed plugins, and without writing byte code of the temporary file."""
+    """Run pytest without plugins and options of the environment, and without writing byte code of the temporary file."""
     bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    autoload = os.environ.get(_NO_PLUGINS)
+    before = {name: os.environ.pop(name) for name in _PYTEST_SETTINGS if name in os.environ}
     os.environ[_NO_PLUGINS] = "1"
     try:
         yield
     finally:
         sys.dont_write_bytecode = bytecode
-        if autoload is None:
-            del os.environ[_NO_PLUGINS]
-        else:
-            os.environ[_NO_PLUGINS] = autoload
+        del os.environ[_NO_PLUGINS]
+        os.environ.update(before)

@@ -16,11 +16,10 @@ from .checks import EngineConformance
 from .checks.base import POOL, ConformanceBase
 from .processes.pool import Pool
 from .processes.resolve import create_engine, engine_class
-from .pytest_run import CheckResult, SuiteReport, refuse_unknown, registered_suite, run_by_pytest
+from .pytest_run import PART, CheckResult, SuiteReport, refuse_unknown, registered_suite, run_by_pytest
 
 GROUP = "weightlane.conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its engine's name."""
-_PART = "conformance"
 _LIMITS = tuple(ConformanceBase.__annotations__)
 _SOURCE = """\
 import pytest
@@ -75,7 +74,7 @@ def run_conformance(
     """
     cls, suite = engine_class(engine), registered_suite(GROUP, engine, ConformanceBase, EngineConformance)
     if reason := why_unavailable(cls):
-        raise EngineUnavailableError(f"{engine} cannot run here: {reason}.", part=_PART)
+        raise EngineUnavailableError(f"{engine} cannot run here: {reason}.", part=PART)
     if options is not None or suite is EngineConformance:
         create_engine(engine, options or {})
     refuse_unknown(suite, checks, list(limits or {}), _LIMITS, "docs/guides/conformance.md")

@@ -9,6 +9,7 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 - `PostingHalf` is the base of both: a `Lifecycle`, the channels, and the posted buckets, which `flush` moves in order.
 - `Lifecycle` lets any thread close a half while another thread is blocked in it.
 - `TcpSocketFactory` and `LocalSocketFactory` choose the sockets of halves (`CheckpointEngine.socket_factory`).
+- `one_address` refuses wildcards, for the address on which a transport's own library listens.
 - `announce`, `expect`, `acknowledge` and `await_acknowledgements` exchange messages about one bucket over the channels, for
   transports whose sides need them: where the bucket lies, or that it was read. `refuse` rejects an announced bucket.
 - `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without other connections.
@@ -21,7 +22,7 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 from __future__ import annotations
 
 from ..channels.channel import Channel
-from ..channels.listener import listen_tcp
+from ..channels.listener import listen_tcp, one_address
 from ..channels.socket_factory import LocalSocketFactory, SocketFactory, TcpSocketFactory, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
 from ..runtime.environment import environment
@@ -59,6 +60,7 @@ __all__ = [
     "expect",
     "host_and_port",
     "listen_tcp",
+    "one_address",
     "poll_until",
     "receive_payload",
     "refuse",

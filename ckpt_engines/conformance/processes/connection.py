@@ -71,11 +71,8 @@ class Connection:
 
     def _start_make(self, half: RemoteHalf, side: str, name: str) -> None:
         half.name = name
-        engine, device = (
-            {"engine": self._engine, "options": self._options},
-            {"device": self._device, "index": half.index},
-        )
-        half.start("make", side=side, name=name, **engine, **device)
+        device, index = self._device, half.index
+        half.start("make", side=side, name=name, engine=self._engine, options=self._options, device=device, index=index)
 
     def exchange_addresses(self) -> Connection:
         """Fill in `topology` for a new session. Returns this connection."""

@@ -107,10 +107,8 @@ class HalfProcess:
         All receivers of a collective engine are one set of receivers.
         """
         facts = self.engine.capabilities
-        key, receivers = (
-            bytes.fromhex(topology["key"]),
-            {} if Delivery.STORE in facts.delivery else topology["receivers"],
-        )
+        key = bytes.fromhex(topology["key"])
+        receivers = {} if Delivery.STORE in facts.delivery else topology["receivers"]
         sets = (tuple(receivers),) if facts.collective and len(receivers) > 1 else ()
         given = Topology(topology["session"], topology["senders"], receivers, key, sets)
         with ThreadPoolExecutor(1) as thread:

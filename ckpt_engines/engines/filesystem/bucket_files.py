@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ...errors import ProtocolError
+from ...errors import ProtocolError, StorageError
 
 LOCAL_STEP_BYTES = 8 << 20
 """Bytes between two checks of the deadline: a local file system needs a few milliseconds for them."""
@@ -24,6 +24,8 @@ _REMOTE_STEP_BYTES = 64 << 20
 """Most bytes of one request, and of the copy that it needs."""
 _HEADER_LENGTH = struct.Struct("<Q")
 """The first bytes of a safetensors file: the length of the header that follows."""
+UNFINISHED = ".part"
+"""End of the name of a file that is not complete."""
 _PART = "filesystem engine"
 
 
@@ -179,6 +181,10 @@ class RemotePartialFile:
         self._file.close()
         if self._target != self.final:
             self._fs.mv(self._target, self.final)
+            # webhdfs answers false to a rename onto a file, and fsspec drops the answer.
+            if self._fs.exists(self._target):
+                hint = "Use an object store, or a file system that is mounted on every host, as checkpoint_engine.options.path."
+                raise StorageError(f"a rename did not replace {self.final}.", part=_PART, hint=hint)
 
     def discard(self) -> None:
         """See `LocalPartialFile.discard`."""
@@ -199,4 +205,4 @@ PartialFile = LocalPartialFile | RemotePartialFile
 
 def _unfinished(final: str) -> str:
     """Return a temporary name that no other writer uses, since two processes may write the same file."""
-    return f"{final}.{secrets.token_hex(4)}.part"
+    return f"{final}.{secrets.token_hex(4)}{UNFINISHED}"

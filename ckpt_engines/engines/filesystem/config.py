@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fsspec.core import split_protocol
 from pydantic import Field, field_validator
 
 from ...contract.engine import EngineConfig
+
+LOCAL = frozenset({"file", "local"})
+"""fsspec's protocols of the operating system's own file system."""
 
 
 class FilesystemConfig(EngineConfig):
@@ -16,7 +20,7 @@ class FilesystemConfig(EngineConfig):
     path: str = Field(
         min_length=1,
         description="Directory by its absolute path, or fsspec URL such as 's3://bucket/prefix', that sender and receivers see."
-        " One run at a time may write to it.",
+        " One run at a time may write to it, and removes what a run on another host or in another container has not committed.",
     )
     keep_versions: int = Field(
         2, ge=1, description="How many of the newest committed versions stay, also when the run has ended."
@@ -39,7 +43,9 @@ class FilesystemConfig(EngineConfig):
     @field_validator("path")
     @classmethod
     def _is_the_same_everywhere(cls, path: str) -> str:
-        if "://" not in path and "::" not in path and not Path(path).is_absolute():
+        protocol, local = split_protocol(path.rpartition("::")[2])
+        is_local = protocol in LOCAL or (protocol is None and "::" not in path)
+        if is_local and not Path(local).is_absolute():
             raise ValueError(
                 "is relative, and every process has a directory of its own: give an absolute path, or a URL"
             )

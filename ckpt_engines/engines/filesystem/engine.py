@@ -12,7 +12,7 @@ Layout, where ``n`` is the sender's place in the topology::
 A version stays until newer ones are *committed*: opening the next one removes nothing, so that receivers may still read. After
 a commit the newest `keep_versions` committed versions stay, also after `close` and over sessions. Every older version is
 removed, and every older one that was never committed. Closing removes uncommitted versions; those of a killed sender are removed
-by the next sender on the same host.
+by the next sender, which takes a sender of another session on another host or in another container for killed.
 
 Files are found by their names. Listings, which network file systems may serve from a cache, serve only to find leftovers. An NFS
 client also remembers for a while (``acdirmax``, a minute by default) that a file was *not* there. Receivers make it forget by
@@ -45,15 +45,15 @@ class FilesystemEngine(CheckpointEngine):
     )
 
     def check(self, deadline: Deadline) -> None:
-        """See `CheckpointEngine.check`. Writes a small file to the directory, and removes it."""
+        """See `CheckpointEngine.check`. Writes a small file to the directory, replaces it, and removes it."""
         store = StoreDirectory(self.config.path, self.config.storage_options)
         name = f"probe-{secrets.token_hex(4)}"
-        with standalone_guard("filesystem engine", deadline) as guard:
-            was_empty = not store.names("", guard)
+        with standalone_guard("filesystem engine", deadline) as guard, store.without_new_directories(guard):
             store.write_text(name, "", guard)
-            store.remove(name, guard)
-            if was_empty:
-                store.remove_if_empty("", guard)
+            try:
+                store.write_text(name, "", guard)
+            finally:
+                store.remove(name, guard)
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
         """See `CheckpointEngine.make_sender`."""

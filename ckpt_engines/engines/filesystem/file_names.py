@@ -53,21 +53,18 @@ class _SenderOnDisk(BaseModel):
     oldest: Annotated[int, Field(ge=0)]
 
 
-def checked_session(topology: Topology, part: str) -> str:
-    """The session's name, which a peer has chosen and which becomes a directory. Raises `ProtocolError` for a bad one."""
+def sender_directory(topology: Topology, sender: str, part: str) -> str:
+    """Relative directory of a sender: its place in the topology, since its name may have any characters.
+
+    Raises `ProtocolError` for a bad name of the session, which a peer has chosen.
+    """
     if not SESSION.fullmatch(topology.session):
         raise ProtocolError(f"{topology.session!r} is not a session name.", part=part)
-    return topology.session
-
-
-def sender_directory(topology: Topology, sender: str, part: str) -> str:
-    """Relative directory of a sender: its place in the topology, since its name may have any characters."""
-    session = checked_session(topology, part)
     try:
         place = list(topology.senders).index(sender)
     except ValueError:
         raise ProtocolError(f"{sender!r} is not a sender of the topology.", part=part) from None
-    return f"{session}/sender-{place}"
+    return f"{topology.session}/sender-{place}"
 
 
 def version_directory(directory: str, version: int) -> str:

@@ -15,13 +15,16 @@ def process_identity() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid_namespace": _pid_namespace(), "pid": pid, "started": _start_time(pid)}
 
 
-def is_dead(identity: Mapping[str, Any]) -> bool:
-    """Tell whether `identity` is that of a process of this host that has ended; False if it is malformed or of another host."""
+def is_dead(identity: Mapping[str, Any], *, elsewhere: bool = False) -> bool:
+    """Tell whether `identity` is that of a process of this host that has ended; False if it is malformed.
+
+    `elsewhere` is the answer for a process of another host or container.
+    """
     try:
         here = (socket.gethostname(), _pid_namespace())
-        if (identity["host"], identity["pid_namespace"]) != here or not identity["started"]:
-            return False
-        return _start_time(int(identity["pid"])) != str(identity["started"])
+        if (identity["host"], identity["pid_namespace"]) != here:
+            return elsewhere
+        return bool(identity["started"]) and _start_time(int(identity["pid"])) != str(identity["started"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return False
 

@@ -11,7 +11,7 @@ from ...errors import PeerLostError, ProtocolError, StorageError
 from ...toolkit.halves import PostingHalf
 from ...waits import Deadline
 from .config import FilesystemConfig
-from .file_names import SENDER_FILE, checked_session, parse_sender, payload_name, sender_directory, version_directory
+from .file_names import SENDER_FILE, parse_sender, payload_name, sender_directory, version_directory
 from .process_identity import is_dead
 from .store_directory import Guard, StoreDirectory
 from .versions import read_bucket
@@ -40,7 +40,6 @@ class FilesystemReceiver(PostingHalf, WeightReceiver):
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Wait until every sender has made its directory. Possible at any time while the session lasts."""
         with self._life.call():
-            checked_session(topology, self._life.part)
             for sender, address in topology.senders.items():
                 guard = Guard(self._life, deadline, sender)
                 directory = sender_directory(topology, sender, self._life.part)

@@ -86,12 +86,11 @@ class FilesystemSender(PostingHalf, StoringSender):
         return process_identity()
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Make the sender's directory, after removing the leftovers of dead senders of this host."""
+        """Make the sender's directory, after removing what earlier senders have left."""
         with self._life.call():
             guard = Guard(self._life, deadline)
             directory = sender_directory(topology, self._name, self._life.part)
-            guard.check("the file system")
-            remove_leftovers(self._store, guard)
+            remove_leftovers(self._store, topology.session, guard)
             self._directory = directory
             self._store.write_text(f"{directory}/{SENDER_FILE}", sender_text(self.address(), 0), guard)
 

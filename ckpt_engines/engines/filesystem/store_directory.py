@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
@@ -20,9 +20,9 @@ import fsspec
 from ...errors import ClosedError, ConfigError, DeadlineExceededError, StorageError, WeightlaneError
 from ...waits import Deadline, Lifecycle, run_bounded
 from .bucket_files import LocalPartialFile, PartialFile, RemotePartialFile, read_local_payload, read_remote_payload
+from .config import LOCAL
 
 _T = TypeVar("_T")
-_LOCAL = frozenset({"file", "local"})
 _PUT_IS_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
 """Protocols of object stores, where an upload is atomic."""
 _PART = "filesystem engine"
@@ -111,22 +111,26 @@ class StoreDirectory:
             fsspec.get_filesystem_class(protocol)
         except (ImportError, ValueError) as error:
             raise self._unusable(error) from error
-        self.is_local = protocol in _LOCAL
+        self.is_local = protocol in LOCAL
         """Whether this is the operating system's own file system, which includes NFS mounts."""
         self._put_is_atomic = protocol in _PUT_IS_ATOMIC
         self._protocol = protocol
+        self._fs: Any = None
+        self._root = ""
 
-    @cached_property
-    def _opened(self) -> tuple[Any, str]:
+    def _located(self, path: str, guard: Guard) -> str:
+        """Return the result of `full`, once the store is open. Raises as any operation."""
+        if self._fs is None:
+            with self._typed("open", self._url):
+                self._root, self._fs = self._call(self._open, guard, f"{self._url} to be opened")
+        return self.full(path)
+
+    def _open(self) -> tuple[str, Any]:
         try:
             fs, root = fsspec.core.url_to_fs(self._url, use_listings_cache=False, **self._options)
         except (ImportError, ValueError, TypeError) as error:
             raise self._unusable(error) from error
-        return fs, str(root)
-
-    @property
-    def _fs(self) -> Any:
-        return self._opened[0]
+        return str(root), fs
 
     def _unusable(self, error: Exception) -> ConfigError:
         return ConfigError(
@@ -136,14 +140,13 @@ class StoreDirectory:
         )
 
     def full(self, path: str) -> str:
-        """Return the absolute path of `path` in its file system."""
-        root = self._opened[1]
-        return f"{root.rstrip('/')}/{path}" if path else root
+        """Return the absolute path of `path` in its file system, which an earlier operation has opened."""
+        return f"{self._root.rstrip('/')}/{path}" if path else self._root
 
     def write(self, path: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
         """Write `content` to a file that replaces any other of that name. A failed write makes no new file."""
         if self._put_is_atomic:
-            final, joined = self.full(path), b"".join(content)  # a copy for the reason given in `append`
+            final, joined = self._located(path, guard), b"".join(content)  # a copy for the reason given in `append`
             with self._typed("write", final):
                 self._in_turn(final, lambda: self._fs.pipe_file(final, joined), guard)
             return
@@ -161,7 +164,7 @@ class StoreDirectory:
 
     def begin(self, path: str, guard: Guard) -> PartialFile:
         """Begin a file that `append` writes to and `finish` makes visible."""
-        final = self.full(path)
+        final = self._located(path, guard)
         with self._typed("write", final):
             if self.is_local:
                 return LocalPartialFile(final, fsync=self._fsync)
@@ -238,7 +241,7 @@ class StoreDirectory:
         Returns False when there is no such file yet. Raises `ProtocolError` when the file is neither the payload by itself nor a
         safetensors header and the payload.
         """
-        final = self.full(path)
+        final = self._located(path, guard)
         waiting_for = f"{final} to be read"
 
         def request(start: int, stop: int) -> bytes:
@@ -293,14 +296,31 @@ class StoreDirectory:
 
     def remove_if_empty(self, path: str, guard: Guard) -> None:
         """Remove a directory without entries. Object stores have no directories."""
+        self._remove_if_empty(self._located(path, guard), guard)
+
+    def _remove_if_empty(self, final: str, guard: Guard) -> None:
         if not self._put_is_atomic:
-            final = self.full(path)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(StorageError), self._typed("remove", final):
                 self._call(lambda: self._fs.rmdir(final), guard, f"{final} to be removed")
+
+    @contextlib.contextmanager
+    def without_new_directories(self, guard: Guard) -> Iterator[None]:
+        """Remove at the end the store's directory and those above it, as far as they are empty and were not there before."""
+        directory, new = self._located("", guard).rstrip("/"), list[str]()
+        if self._put_is_atomic:
+            directory = ""  # object stores have none
+        while directory and not self._call(partial(self._fs.exists, directory), guard, f"{directory} to be found"):
+            new.append(directory)
+            directory = directory.rpartition("/")[0]
+        try:
+            yield
+        finally:
+            for each in new:
+                self._remove_if_empty(each, guard)
 
     def _unless_missing(self, action: str, path: str, operation: Callable[[str], _T], guard: Guard) -> _T | None:
         """Call `operation` with the full path. Returns None when there is no such file."""
-        final = self.full(path)
+        final = self._located(path, guard)
         with self._typed(action, final):
             try:
                 return self._call(lambda: operation(final), guard, f"{final} to be {_PARTICIPLES[action]}")

@@ -13,7 +13,7 @@ from typing import Any
 from ...contract.bucket import Bucket
 from ...errors import ProtocolError, StorageError
 from ...waits import Deadline
-from .bucket_files import byte_view
+from .bucket_files import UNFINISHED, byte_view
 from .file_names import (
     COMMITTED,
     DOCUMENT,
@@ -57,21 +57,17 @@ def kept_and_dropped(
 ) -> tuple[list[CommittedVersion], list[CommittedVersion]]:
     """Return the versions that are kept once `newest` is committed, newest first, and those to remove.
 
-    Of `newest` and the `earlier` ones, newest first, `most` are kept, and those of other senders that may still be alive: a
+    Of `newest` and the `earlier` ones, newest first, `most` are kept, and those of other senders that are alive on this host: a
     sender removes its own versions.
     """
     kept = [newest, *earlier[: most - 1]]
     dropped: list[CommittedVersion] = []
     for entry in earlier[most - 1 :]:
         foreign = entry.sender_directory != newest.sender_directory
-        (kept if foreign and is_in_use(store, entry.sender_directory, guard) else dropped).append(entry)
+        text = store.read_text(f"{entry.sender_directory}/{SENDER_FILE}", guard) if foreign else None
+        in_use = text is not None and not is_dead(parse_sender(text)[0], elsewhere=True)
+        (kept if in_use else dropped).append(entry)
     return kept, dropped
-
-
-def is_in_use(store: StoreDirectory, directory: str, guard: Guard) -> bool:
-    """Whether a sender that may still be alive writes to `directory`."""
-    text = store.read_text(f"{directory}/{SENDER_FILE}", guard)
-    return text is not None and not is_dead(parse_sender(text)[0])
 
 
 def remove_version(store: StoreDirectory, directory: str, guard: Guard) -> None:
@@ -87,17 +83,21 @@ def remove_sender(store: StoreDirectory, directory: str, guard: Guard) -> None:
     _remove_empty(store, directory, guard)
 
 
-def remove_leftovers(store: StoreDirectory, guard: Guard) -> None:
-    """Remove the files of dead senders of this host, except for their committed versions."""
+def remove_leftovers(store: StoreDirectory, own_session: str, guard: Guard) -> None:
+    """Remove the files of dead senders, except for their committed versions.
+
+    One run at a time writes to the store. So a sender of another session is dead if it ran on another host or in another
+    container, where this process cannot look. The own session may have senders on several hosts.
+    """
     for session in filter(SESSION.fullmatch, store.names("", guard)):
         for sender in filter(SENDER.fullmatch, store.names(session, guard)):
             directory = f"{session}/{sender}"
-            text = store.read_text(f"{directory}/{SENDER_FILE}", guard)
-            if text is not None and is_dead(parse_sender(text)[0]):
-                try:
+            try:
+                text = store.read_text(f"{directory}/{SENDER_FILE}", guard)
+                if text is not None and is_dead(parse_sender(text)[0], elsewhere=session != own_session):
                     _remove_leftovers_of(store, directory, guard)
-                except (StorageError, ProtocolError) as error:  # another sender may be removing them
-                    _log.info("%s: the files of a dead sender were not removed: %s", guard.life.part, error)
+            except (StorageError, ProtocolError) as error:  # another sender may be removing them
+                _log.info("%s: the files of a dead sender were not removed: %s", guard.life.part, error)
 
 
 def _remove_leftovers_of(store: StoreDirectory, directory: str, guard: Guard) -> None:
@@ -111,7 +111,7 @@ def _remove_leftovers_of(store: StoreDirectory, directory: str, guard: Guard) ->
             if path not in kept and not marked:
                 store.remove(f"{path}/{COMMITTED}", guard)
                 store.remove_tree(path, guard)
-        elif name != SENDER_FILE:
+        elif name.endswith(UNFINISHED):  # and nothing that a NAS puts into every directory
             store.remove(path, guard)
     remove_sender(store, directory, guard)
 

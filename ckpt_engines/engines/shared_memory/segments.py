@@ -125,8 +125,8 @@ class SegmentArena(ABC):
     def before_close(self, channels: Iterable[Channel], segments: Iterable[Segment]) -> None:  # noqa: B027 - see above
         """[sender] Prepare the closing of `channels`, whose receivers may still map `segments`."""
 
-    def make(self, nbytes: int, device: torch.device, *, preferred_bytes: int = 0) -> Segment:
-        """Return a new segment of at least `nbytes`, and of up to `preferred_bytes` where the limit allows.
+    def make(self, nbytes: int, device: torch.device) -> Segment:
+        """Return a new segment of at least `nbytes`.
 
         Raises `StorageError` when the limit or the machine's memory does not suffice.
         """
@@ -139,7 +139,7 @@ class SegmentArena(ABC):
                     part=self._part,
                     hint="Raise checkpoint_engine.options.max_shared_mib, or leave it out.",
                 )
-            nbytes = max(1, nbytes, min(preferred_bytes, left))
+            nbytes = max(1, nbytes)
             self._used_bytes += nbytes
         try:
             segment = self.create(nbytes, device)  # without the lock, since it takes long

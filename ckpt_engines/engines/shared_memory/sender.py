@@ -14,7 +14,7 @@ from ...channels.channel import Address, Channel
 from ...contract.bucket import Bucket
 from ...contract.engine import Topology
 from ...contract.viewing import ViewableSender
-from ...errors import ProtocolError
+from ...errors import ProtocolError, StorageError
 from ...toolkit.bucket_messages import announce, checked_answer, choose
 from ...toolkit.halves import ConnectedHalf
 from ...waits import Deadline
@@ -143,7 +143,10 @@ class SegmentSender(ConnectedHalf, ViewableSender):
                 return segment
             self._arena.discard(segment)
         power_of_two = 1 << (nbytes - 1).bit_length()  # so that growing buckets do not replace it every time
-        return self._arena.make(nbytes, self._device, preferred_bytes=power_of_two)
+        try:
+            return self._arena.make(power_of_two, self._device)
+        except StorageError:
+            return self._arena.make(nbytes, self._device)
 
     def _announce(
         self, name: str, bucket: Bucket, segment: Segment | None, offset: int, deadline: Deadline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from pydantic import Field, field_validator
 
 from ...channels.channel import Address
+from ...channels.listener import one_address
 from ...channels.socket_factory import SocketFactory, TcpSocketFactory, host_and_port
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig
 from ...errors import ConfigError, ProtocolError
@@ -40,16 +40,7 @@ class TorchDistributedConfig(EngineConfig):
         ),
     )
 
-    @field_validator("host")
-    @classmethod
-    def _is_concrete(cls, host: str) -> str:
-        try:
-            unspecified = ipaddress.ip_address(host).is_unspecified
-        except ValueError:
-            unspecified = False
-        if unspecified:
-            raise ValueError("is a wildcard, on which no peer can connect; name one address, or an interface")
-        return host
+    _is_one_address = field_validator("host")(one_address)
 
     def listen_host(self, name: str) -> str:
         """Return the address on which the participant called `name` listens.

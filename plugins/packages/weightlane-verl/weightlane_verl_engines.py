@@ -15,6 +15,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,7 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     Topology,
     TransportError,
+    WeightlaneError,
     WeightReceiver,
     WeightSender,
     toolkit,
@@ -56,21 +58,42 @@ class _Member:
     Calls end by their deadline and when `life` is closed. A wait of verl's own that cannot be cancelled continues in its thread.
     """
 
-    def __init__(self, config: VerlConfig, life: toolkit.Lifecycle, *, is_master: bool) -> None:
-        self._life, self._name = life, config.backend
-        self._loop = asyncio.new_event_loop()
+    def __init__(
+        self,
+        config: VerlConfig,
+        device: torch.device,
+        life: toolkit.Lifecycle,
+        deadline: Deadline,
+        peer: str,
+        *,
+        is_master: bool,
+    ) -> None:
+        self._life, self._name, self._runtime = life, config.backend, toolkit.runtime_of(device)
+        self._stream = self._runtime.stream_for(self)
         self._busy = threading.Lock()
         self._task: asyncio.Task[Any] | None = None
-        role = {"is_master": True} if is_master else {}
-        try:
-            self.engine = _verl_class(config)(bucket_size=config.bucket_mib << 20, **role, **config.engine_kwargs)
-        except TypeError as error:
-            hint = "Look at the engine's option engine_kwargs."
-            raise ConfigError(f"verl's {config.backend}: {error}.", part=life.part, hint=hint) from error
+
+        def make() -> Any:
+            role = {"is_master": True} if is_master else {}
+            try:
+                made = _verl_class(config)(bucket_size=config.bucket_mib << 20, **role, **config.engine_kwargs)
+            except TypeError as error:
+                hint = "Look at the engine's option engine_kwargs."
+                raise ConfigError(f"verl's {config.backend}: {error}.", part=life.part, hint=hint) from error
+            if life.closed or deadline.expired:  # nobody waits for it any more
+                _close_sockets(made)
+            return made
+
+        self.engine = self.call(make, deadline, "verl's engine to be made", peer)
+        self._loop = asyncio.new_event_loop()
 
     def prepare(self, deadline: Deadline, peer: str) -> Any:
         """Return what the engine has prepared for its peers. Raises as `call`."""
         return self.call(self.engine.prepare, deadline, "verl's engine to prepare", peer)
+
+    def enter(self, arguments: Mapping[str, Any], deadline: Deadline, peer: str) -> None:
+        """Enter the process group that `arguments` describe. Raises as `call`."""
+        self.call(partial(self.engine.init_process_group, **arguments), deadline, "verl's process group", peer)
 
     def call(self, function: Callable[[], Any], deadline: Deadline, what: str, peer: str) -> Any:
         """Return the result of `function`, a blocking call of the engine's.
@@ -80,8 +103,10 @@ class _Member:
 
         def make_call() -> Any:
             try:
-                with self._busy:
+                with self._busy, self._runtime.on(self._stream):
                     return function()
+            except WeightlaneError:
+                raise
             except (Exception, SystemExit) as error:  # verl ends the process when a transfer fails
                 text = f"verl's {self._name} failed: {type(error).__name__}: {error}."
                 raise TransportError(text, part=self._life.part, peer=peer) from error
@@ -89,17 +114,31 @@ class _Member:
         return toolkit.run_bounded(make_call, self._life, deadline, what, peer=peer)
 
     def run(self, coroutine: Coroutine[Any, Any, Any], deadline: Deadline, what: str, peer: str) -> Any:
-        """Return the result of `coroutine`. Raises as `call`."""
+        """Return the result of `coroutine`, once the device has done what that has started. Raises as `call`."""
 
         def complete() -> Any:
             self._task = self._loop.create_task(coroutine)
-            return self._loop.run_until_complete(self._task)
+            result = self._loop.run_until_complete(self._task)
+            self._runtime.synchronize(self._stream)
+            return result
 
         try:
             return self.call(complete, deadline, what, peer)
         except BaseException:
             self._cancel()
             raise
+
+    def wait_for(self, event: Any, deadline: Deadline, peer: str) -> None:
+        """Wait until `event`, a bucket's ``after``, has passed. verl knows of no events, and has streams of its own."""
+        if event is not None:
+            toolkit.poll_until(event.query, self._life, deadline, "earlier work on the bucket", peer=peer)
+
+    def fill(self, bucket: Bucket, data: torch.Tensor, deadline: Deadline, peer: str) -> None:
+        """Copy `data` to `bucket`."""
+        self.wait_for(bucket.after, deadline, peer)
+        with self._runtime.on(self._stream):
+            bucket.data.copy_(data)
+            self._runtime.synchronize(self._stream)
 
     def _cancel(self) -> None:
         if (task := self._task) is not None:
@@ -109,10 +148,9 @@ class _Member:
         """Cancel a running call. When it has ended, free what the engine has, without being waited for."""
 
         def finalize() -> None:
-            with self._busy, contextlib.suppress(Exception):
+            with self._busy, contextlib.suppress(Exception), self._runtime.on(self._stream):
                 self.engine.finalize()
-            for each in _sockets(self.engine):
-                each.close(linger=0)
+            _close_sockets(self.engine)
             self.engine = self._task = None  # some of it is freed only now
             self._loop.close()
 
@@ -120,12 +158,18 @@ class _Member:
         threading.Thread(target=finalize, name="weightlane-verl-finalize", daemon=True).start()
 
 
-def _sockets(owner: Any, depth: int = 2) -> Iterator[Any]:
-    """ZeroMQ sockets that `owner`, or an object in it, has.
+def _close_sockets(engine: Any) -> None:
+    """Close the ZeroMQ sockets of an engine.
 
     verl leaves some open. Python's garbage collector may then find their context before them, and wait for them for ever, in
     whichever thread it happens to run.
     """
+    for each in _sockets(engine):
+        each.close(linger=0)
+
+
+def _sockets(owner: Any, depth: int = 2) -> Iterator[Any]:
+    """ZeroMQ sockets that `owner`, or an object in it, has."""
     for value in list(vars(owner).values()):
         for each in value.values() if isinstance(value, dict) else [value]:
             if (zmq := sys.modules.get("zmq")) and isinstance(each, zmq.Socket):
@@ -137,9 +181,9 @@ def _sockets(owner: Any, depth: int = 2) -> Iterator[Any]:
 class VerlSender(toolkit.PairedSender):
     """The sending half: trainer rank 0 of its group."""
 
-    def __init__(self, part: str, config: VerlConfig) -> None:
+    def __init__(self, part: str, config: VerlConfig, device: torch.device) -> None:
         super().__init__(part)
-        self._config = config
+        self._config, self._device = config, device
         self._member: _Member | None = None
 
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
@@ -148,8 +192,9 @@ class VerlSender(toolkit.PairedSender):
             super().connect(topology, channels, deadline)
             if not self._channels:
                 return
-            self._member = member = _Member(self._config, self._life, is_master=True)
             peers = ", ".join(self._channels)
+            member = _Member(self._config, self._device, self._life, deadline, peers, is_master=True)
+            self._member = member
             prepared = [member.prepare(deadline, peers)]
             for channel in self._channels.values():
                 said = channel.receive_json(deadline, "its receiver to prepare verl's engine")
@@ -158,7 +203,7 @@ class VerlSender(toolkit.PairedSender):
             (arguments,) = self._of_each(own, 1)
             for channel, theirs in zip(self._channels.values(), self._of_each(others, len(channels)), strict=True):
                 channel.send_json({"topology": _to_plain(theirs)}, deadline)
-            member.call(lambda: member.engine.init_process_group(**arguments), deadline, "verl's process group", peers)
+            member.enter(arguments, deadline, peers)
 
     def send(self, channels: Mapping[str, toolkit.Channel], bucket: Bucket, deadline: Deadline) -> None:
         """Announce `bucket`, send it as an update of verl's, and wait until every receiver has copied it."""
@@ -167,9 +212,10 @@ class VerlSender(toolkit.PairedSender):
         toolkit.announce(channels, bucket, deadline)
         toolkit.await_acknowledgements(channels, bucket, deadline)
         if bucket.nbytes and (member := self._member) is not None:
-            weights = iter([("bucket", bucket.data)])
+            peers, weights = ", ".join(channels), iter([("bucket", bucket.data)])
+            member.wait_for(bucket.after, deadline, peers)
             sent = member.engine.send_weights(weights, global_steps=bucket.version)
-            member.run(sent, deadline, f"verl to send {bucket}", ", ".join(channels))
+            member.run(sent, deadline, f"verl to send {bucket}", peers)
             toolkit.await_acknowledgements(channels, bucket, deadline)
 
     def _of_each(self, arguments: Mapping[str, Sequence[Any]], workers: int) -> list[dict[str, Any]]:
@@ -191,9 +237,9 @@ class VerlSender(toolkit.PairedSender):
 class VerlReceiver(toolkit.PairedReceiver):
     """The receiving half: a rollout worker in the group of each of its senders."""
 
-    def __init__(self, part: str, config: VerlConfig) -> None:
+    def __init__(self, part: str, config: VerlConfig, device: torch.device) -> None:
         super().__init__(part)
-        self._config = config
+        self._config, self._device = config, device
         self._members: dict[str, _Member] = {}
 
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
@@ -201,11 +247,12 @@ class VerlReceiver(toolkit.PairedReceiver):
         with self._life.call():
             super().connect(topology, channels, deadline)
             for sender, channel in self._channels.items():
-                self._members[sender] = member = _Member(self._config, self._life, is_master=False)
+                member = _Member(self._config, self._device, self._life, deadline, sender, is_master=False)
+                self._members[sender] = member
                 channel.send_json({"prepared": _to_plain(member.prepare(deadline, sender))}, deadline)
             for sender, member in self._members.items():
                 said = self._channels[sender].receive_json(deadline, "verl's topology from its sender")
-                _enter(member, _from_plain(said["topology"], member.engine), deadline, sender)
+                member.enter(_from_plain(said["topology"], member.engine), deadline, sender)
 
     def receive(self, channel: toolkit.Channel, bucket: Bucket, deadline: Deadline) -> None:
         """Fill `bucket` with the tensor of the update that its sender has announced."""
@@ -219,16 +266,12 @@ class VerlReceiver(toolkit.PairedReceiver):
             found = ", ".join(f"{tensor.numel()} elements of {tensor.dtype}" for tensor in received)
             text = f"verl's {self._config.backend} made {bucket} of {bucket.nbytes} bytes to {found or 'nothing'}."
             raise ProtocolError(text, part=self._life.part, peer=channel.peer)
-        bucket.data.copy_(received[0])
+        member.fill(bucket, received[0], deadline, channel.peer)
         toolkit.acknowledge(channel, bucket, deadline)
 
     def _release(self) -> None:
         for member in self._members.values():
             member.release()
-
-
-def _enter(member: _Member, arguments: Mapping[str, Any], deadline: Deadline, sender: str) -> None:
-    member.call(lambda: member.engine.init_process_group(**arguments), deadline, "verl's process group", sender)
 
 
 async def _tensors(engine: Any, version: int) -> list[torch.Tensor]:
@@ -305,10 +348,10 @@ class VerlEngine(CheckpointEngine):
         """See `CheckpointEngine.socket_factory`."""
         return toolkit.TcpSocketFactory(self.config.host)
 
-    def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
         """See `CheckpointEngine.make_sender`."""
-        return VerlSender(f"verl sender {name}", self.config)
+        return VerlSender(f"verl sender {name}", self.config, device)
 
-    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:  # noqa: ARG002
+    def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
         """See `CheckpointEngine.make_receiver`."""
-        return VerlReceiver(f"verl receiver {name}", self.config)
+        return VerlReceiver(f"verl receiver {name}", self.config, device)

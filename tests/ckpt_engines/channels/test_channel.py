@@ -20,7 +20,7 @@ import pytest
 from sessions import KEYS, frame, signed, soon
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
+from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
 from weightlane.ckpt_engines.channels import io_loop
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.handshake import Hello
@@ -321,6 +321,9 @@ def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_
     for address in ({}, {"host": "h"}, {"host": "h", "port": "1"}, {"host": "h", "port": 2**16}, {"host": 1}):
         with pytest.raises(ProtocolError, match="not an address"):
             sockets.target(address, "receiver r", "s")
+    for host, port, says in (("0", 0, "wildcard"), ("::ffff:0.0.0.0", 0, "wildcard"), ("127.0.0.1", 2**16, "port")):
+        with pytest.raises(ConfigError, match=says):
+            listen_tcp(host, port)
 
 
 def test_on_one_host_a_socket_has_a_name_until_it_is_closed(socket_dir: Path) -> None:

@@ -245,6 +245,7 @@ def test_a_distribution_says_what_its_engine_cannot_do_and_one_that_can_after_al
     )
     install(tmp_path, "third_party", source, "\n".join(entries), group="weightlane.conformance")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only")  # of the caller's own tests
     report = run_conformance(broken, checks=[check], pool=pool)
     assert [(result.outcome, result.reason) for result in report.checks] == [
         (CheckOutcome.EXPECTED_FAILURE, "its library wants tuples")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from checked_device.streams import (
     names,
 )
 from checked_device.tensors import CheckedTensor, installed
+from checked_device.verls_engine import VerlsEngine
 from checked_device.world import World
 from waiting import HANG_S, wait_until
 
@@ -34,9 +37,12 @@ from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngine,
     CheckpointEngineRegistry,
+    ConfigError,
     Deadline,
+    DeadlineExceededError,
     PeerLostError,
     Topology,
+    TransportError,
     WeightlaneError,
 )
 from weightlane.ckpt_engines.engines.shared_memory import cuda_ipc as _cuda_ipc
@@ -44,7 +50,7 @@ from weightlane.ckpt_engines.engines.torch_distributed import device_group as _d
 from weightlane.ckpt_engines.links import ReceiverLink, SenderLink
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
-KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
+KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda", "verl": "cuda"}
 """Type of the simulated devices. torch knows that of NPUs by another name as long as torch_npu is not there."""
 SENDERS, RECEIVERS = ["t/0", "t/1", "t/2", "t/3"], ["r-0/0", "r-0/1", "r-1/0", "r-1/1"]
 Sets = tuple[tuple[str, ...], ...]
@@ -63,6 +69,7 @@ def devices_of(engine: str, queues: int = 8) -> Iterator[World]:
 
     patch.setattr(_device_group, "open_process_group", opens_groups(world))
     patch.setattr(_cuda_ipc, "cuda_driver", lambda: Driver(world))
+    patch.setattr("weightlane_verl_engines._verl_class", lambda _: VerlsEngine)
     try:
         with installed(world, KINDS[engine]):
             yield world
@@ -177,7 +184,7 @@ def carry(
     sets: Sets = (),
 ) -> None:
     """Connect, and send everything from everybody `to` whom that says; receivers expect it in an `order`."""
-    options = {"socket_dir": str(tmp_path)} if name == "cuda_ipc" else {}
+    options = {"cuda_ipc": {"socket_dir": str(tmp_path)}, "verl": {"backend": "nccl"}}.get(name, {})
     kind = KINDS[name]
     registry = CheckpointEngineRegistry()
     made = registry.engine_class(name)(registry.validate_options(name, options))
@@ -242,6 +249,7 @@ def test_the_simulation_finds_the_rule_that_a_program_breaks(rule: str | None) -
         pytest.param("hccl", 1, everybody, (), id="hccl-1"),
         pytest.param("hccl", 4, ranks_of_replicas, (*TP, *ALL), id="hccl-4-tp"),
         pytest.param("cuda_ipc", 2, everybody, (), id="cuda_ipc-2"),
+        pytest.param("verl", 2, everybody, (), id="verl-2"),
     ],
 )
 def test_engines_of_devices_break_no_rule(engine: str, senders: int, to: Receivers, sets: Sets, tmp_path: Path) -> None:
@@ -250,9 +258,27 @@ def test_engines_of_devices_break_no_rule(engine: str, senders: int, to: Receive
         carry(world, engine, tmp_path, senders, to=to, sets=sets)
         assert not world.violations, names(world.violations)
         broadcast = {*sets, *(ALL if senders == 1 else ())}
-        for number, name in enumerate(SENDERS[:senders] if engine != "cuda_ipc" else (), 1):
+        for number, name in enumerate(SENDERS[:senders] if engine in ("nccl", "hccl") else (), 1):
             sends = [1 if to(name, index) in broadcast else len(to(name, index)) for index in range(len(SIZES))]
             assert world.sent[number] == sum(n * size for n, size in zip(sends, SIZES, strict=True))
+
+
+def test_a_verl_engine_that_cannot_be_made_is_a_typed_error_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    for makes, expected in (
+        (lambda **_: {}["no such name"], TransportError),
+        (lambda: None, ConfigError),
+        (lambda **_: ended.wait(HANG_S), DeadlineExceededError),
+    ):
+        monkeypatch.setattr("weightlane_verl_engines._verl_class", lambda _, makes=makes: makes)
+        engine = CheckpointEngineRegistry().engine_class("verl")
+        half = engine(engine.config_type(backend="nccl")).make_receiver("r", torch.device("cpu"))  # type: ignore[call-arg]
+        channel: Any = SimpleNamespace(belong_to=lambda _: None)
+        short = expected is DeadlineExceededError
+        with pytest.raises(expected, match="verl"):
+            half.connect(Topology("s-1", {}, {}), {"t": channel}, Deadline.after(0.05 if short else HANG_S))
+        half.close()
+    ended.set()
 
 
 def test_a_receiver_that_dies_is_named_by_the_senders_and_all_communicators_are_aborted(

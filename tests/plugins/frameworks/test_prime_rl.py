@@ -105,9 +105,8 @@ def test_each_version_is_the_broadcast_that_prime_rl_loads_next_bit_for_bit(back
         found, expected = loaded(run.output_dir, version), weights(version)
         assert found.keys() == expected.keys()
         assert [name for name in expected if not same(found[name], expected[name])] == []
-        (
-            run.output_dir / f"broadcasts/step_{version}/NCCL_READY"
-        ).touch()  # prime-rl's client does this before it loads
+        # prime-rl's client does this before it loads
+        (run.output_dir / f"broadcasts/step_{version}/NCCL_READY").touch()
     assert sorted(each.name for each in (run.output_dir / "broadcasts").iterdir()) == ["step_2", "step_5"]
     asyncio.run(run.folder.rollback(5))
     assert latest(run.output_dir) == 2
@@ -131,9 +130,15 @@ def test_a_version_that_cannot_be_written_is_aborted_and_the_broadcasts_stay(tmp
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no safetensors files"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         BroadcastFolder(tmp_path, tmp_path)
     run = Run(tmp_path)
+    (tmp_path / "model/consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ConfigError, match="keep is 0"):
+        BroadcastFolder(tmp_path, tmp_path / "model", keep=0)
+    (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"x": "consolidated.safetensors"}}')
+    with pytest.raises(ConfigError, match=r"consolidated\.safetensors cannot be read"):
+        BroadcastFolder(tmp_path, tmp_path / "model")
     name = next(iter(run.live))
     with pytest.raises(ManifestError, match=r"has shape \[3\], expected"):
         published(run.live | {name: run.live[name].view(-1)[:3]}, run.folder, "shm", {})
@@ -149,8 +154,11 @@ def test_a_writer_that_is_killed_leaves_no_broadcast_and_the_next_one_continues(
     children.reap()
     assert latest(tmp_path) == 1
     (tmp_path / "broadcasts/step_2").mkdir()  # as a trainer of prime-rl that is killed leaves it
-    write_step(tmp_path, 2, weights(2), most_file_bytes=500)
+    tied = weights(2) | dict.fromkeys(("first", "second"), torch.ones(4))
+    with pytest.raises(StorageError, match="cannot write"):
+        write_step(tmp_path, 2, tied | {"overlaps": tied["first"][1:]})
+    write_step(tmp_path, 2, tied, most_file_bytes=500)
     assert latest(tmp_path) == 2
-    assert loaded(tmp_path, 2).keys() == weights(2).keys()
+    assert loaded(tmp_path, 2).keys() == tied.keys()
     assert len(list((tmp_path / "broadcasts/step_2").glob("model-*.safetensors"))) > 1
     assert not list((tmp_path / "broadcasts").glob(".*"))

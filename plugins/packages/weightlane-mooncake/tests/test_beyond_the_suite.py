@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from weightlane_mooncake import MooncakeConfig, MooncakeEngine
 from weightlane_mooncake._process_engine import Memory, ProcessEngine
 
-from weightlane.ckpt_engines import ProtocolError
+from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError
 
 
 def test_memory_is_unregistered_only_when_the_read_that_uses_it_has_ended() -> None:
@@ -58,3 +61,26 @@ def test_memory_is_registered_until_it_is_freed_or_its_engine_is_gone(monkeypatc
     del engine
     gc.collect()
     assert len(registry.unregistered) == 2
+
+
+def test_tcp_is_forced_and_rdma_needs_the_devices_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def initialize(*_: str) -> int:
+        forced.append("MC_FORCE_TCP" in os.environ)
+        return 0
+
+    forced: list[bool] = []
+    library = SimpleNamespace(TransferEngine=lambda: SimpleNamespace(initialize=initialize, get_rpc_port=lambda: 1))
+    for name, instead in (("import_mooncake", lambda: library), ("_RDMA_DEVICES", tmp_path)):
+        monkeypatch.setitem(ProcessEngine.__init__.__globals__, name, instead)
+    for devices in ("mlx5_0", ""):
+        with pytest.raises(ConfigError, match="devices here are: none"):
+            MooncakeEngine(MooncakeConfig(protocol="rdma", devices=devices)).check(Deadline.after(1))
+    (tmp_path / "mlx5_0").mkdir()
+    ProcessEngine("127.0.0.1", "tcp", "")
+    ProcessEngine("127.0.0.1", "rdma", "mlx5_0")
+    assert forced == [True, False]
+    for host in ("::1", "0.0.0.0"):
+        with pytest.raises(ValueError, match=r"IPv6|wildcard"):
+            MooncakeConfig(host=host)

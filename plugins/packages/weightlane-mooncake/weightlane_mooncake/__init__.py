@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -28,7 +29,7 @@ from weightlane.ckpt_engines import (
     toolkit,
 )
 
-from ._process_engine import Memory, ProcessEngine, import_mooncake
+from ._process_engine import Memory, ProcessEngine, check_devices, import_mooncake
 
 __all__ = ["MooncakeConfig", "MooncakeEngine"]
 
@@ -37,8 +38,19 @@ class MooncakeConfig(EngineConfig):
     """Options of ``mooncake``."""
 
     host: str = Field("127.0.0.1", description="Address at which other machines reach this one.")
-    protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake's transport.")
+    protocol: Literal["tcp", "rdma"] = Field(
+        "tcp", description="Mooncake's transport; rdma needs a device on this machine."
+    )
     devices: str = Field("", description="RDMA devices, such as mlx5_0,mlx5_1; empty lets Mooncake choose.")
+
+    @field_validator("host")
+    @classmethod
+    def _is_one_ipv4_address(cls, host: str) -> str:
+        if ":" in host:
+            raise ValueError(
+                "is an IPv6 address, with which Mooncake's own names of peers are ambiguous; name one of IPv4"
+            )
+        return toolkit.one_address(host)
 
 
 def _process_engine(config: MooncakeConfig) -> ProcessEngine:
@@ -53,14 +65,11 @@ class _Half(toolkit.PostingHalf):
         self._config = config
         self._scratch: Memory | None = None
 
-    def _engine(self) -> ProcessEngine:
-        return _process_engine(self._config)
-
     def _scratch_for(self, nbytes: int) -> Memory:
         """Return registered memory for one bucket; larger memory replaces it as needed."""
         if self._scratch is None or self._scratch.data.numel() < nbytes:
             self._release()
-            self._scratch = self._engine().allocate(nbytes)
+            self._scratch = _process_engine(self._config).allocate(nbytes)
         return self._scratch
 
     def _release(self) -> None:
@@ -71,7 +80,7 @@ class _Half(toolkit.PostingHalf):
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
         """Start Mooncake's engine and take the channels. A receiver's first read connects to the sender."""
         with self._life.call():
-            self._engine()
+            toolkit.run_bounded(partial(_process_engine, self._config), self._life, deadline, "Mooncake to start")
             super().connect(topology, channels, deadline)
 
 
@@ -89,7 +98,7 @@ class MooncakeSender(_Half, toolkit.PairedSender):
             scratch = self._scratch_for(bucket.nbytes)
             scratch.data[: bucket.nbytes].copy_(bucket.data)
             start = scratch.start
-        toolkit.announce(channels, bucket, deadline, segment=self._engine().segment, start=start)
+        toolkit.announce(channels, bucket, deadline, segment=_process_engine(self._config).segment, start=start)
         toolkit.await_acknowledgements(channels, bucket, deadline)
 
 
@@ -106,7 +115,7 @@ class MooncakeReceiver(_Half, toolkit.PairedReceiver):
             segment, start = announced.get("segment"), announced.get("start")
             if not (isinstance(segment, str) and isinstance(start, int) and start > 0):
                 raise ProtocolError(f"bad announcement: {announced}.", part=self._life.part, peer=channel.peer)
-            engine, landing, nbytes = self._engine(), self._scratch_for(bucket.nbytes), bucket.nbytes
+            engine, landing, nbytes = _process_engine(self._config), self._scratch_for(bucket.nbytes), bucket.nbytes
             toolkit.run_bounded(
                 lambda: engine.read(segment, start, nbytes, landing),
                 self._life,
@@ -128,6 +137,10 @@ class MooncakeEngine(CheckpointEngine):
         devices=frozenset({"cpu"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
     )
+
+    def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
+        """Raise `ConfigError` when `protocol` is rdma and this machine has no such devices."""
+        check_devices(self.config.protocol, self.config.devices)
 
     def socket_factory(self, name: str) -> toolkit.SocketFactory:  # noqa: ARG002
         """See `CheckpointEngine.socket_factory`."""

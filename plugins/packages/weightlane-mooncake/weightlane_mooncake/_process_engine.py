@@ -6,16 +6,20 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from weightlane.ckpt_engines import TransportError
+from weightlane.ckpt_engines import ConfigError, TransportError, toolkit
 
 _POLL_PAUSE_S = 0.001
 _ABANDONED_POLL_PAUSE_S = 0.1
 """Pause between two polls of a read whose result is no longer needed."""
 _DONE = 1
+_FORCE_TCP = "MC_FORCE_TCP"
+"""The variable by which Mooncake chooses: it ignores `protocol`, and takes RDMA if there is a device and this is not set."""
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def import_mooncake() -> Any:
@@ -25,6 +29,19 @@ def import_mooncake() -> Any:
     from mooncake import engine  # noqa: PLC0415 - not there on every machine
 
     return engine
+
+
+def check_devices(protocol: str, devices: str) -> None:
+    """Raise `ConfigError` when Mooncake would take TCP although `protocol` is ``rdma``."""
+    found = sorted(each.name for each in _RDMA_DEVICES.glob("*"))
+    reason = ""
+    if _FORCE_TCP in os.environ:
+        reason = f"{_FORCE_TCP} is set"
+    elif not found or not set(filter(None, devices.split(","))) <= set(found):
+        reason = f"the RDMA devices here are: {', '.join(found) or 'none'}"
+    if protocol == "rdma" and reason:
+        hint = "Look at the engine's options protocol and devices."
+        raise ConfigError(f"Mooncake cannot use RDMA: {reason}.", part="mooncake", hint=hint)
 
 
 class Memory:
@@ -74,8 +91,11 @@ class ProcessEngine:
     _making = threading.Lock()
 
     def __init__(self, host: str, protocol: str, devices: str) -> None:
+        check_devices(protocol, devices)
         self._engine = import_mooncake().TransferEngine()
-        if status := self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices):
+        with toolkit.environment({_FORCE_TCP: "1"} if protocol == "tcp" else {}):
+            status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
+        if status:
             raise TransportError(
                 f"Mooncake cannot start with {protocol} on {host}: status {status}.",
                 part="mooncake",

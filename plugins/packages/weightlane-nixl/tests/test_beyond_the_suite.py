@@ -61,6 +61,15 @@ def test_waiting_for_a_bucket_keeps_no_core_busy(pair: Pair) -> None:
     assert time.process_time() - before < 1.0
 
 
+def test_connecting_ends_by_its_deadline_when_ucx_does_not_start(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, half = threading.Event(), engine.make_receiver("rollout", CPU)
+    monkeypatch.setattr("weightlane_nixl.Agent", lambda *_: starts.wait(HANG_S))
+    with pytest.raises(DeadlineExceededError, match="UCX to start"):
+        half.connect(Topology("session-1", {}, {}), {}, Deadline.after(0.05))
+    starts.set()
+    half.close()
+
+
 def listening() -> set[tuple[str, int]]:
     """Addresses and ports on which this process listens."""
     connections = psutil.Process().net_connections("inet")

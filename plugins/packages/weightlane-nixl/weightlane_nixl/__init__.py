@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from pydantic import Field
@@ -56,7 +57,8 @@ class _Half(toolkit.PostingHalf):
     def connect(self, topology: Topology, channels: Mapping[str, toolkit.Channel], deadline: Deadline) -> None:
         """Open the agent and take the channels. UCX connects with the first bucket."""
         with self._life.call():
-            self._agent = Agent(self._config.net_devices, self._config.transports, self._life.part)
+            make = partial(Agent, self._config.net_devices, self._config.transports, self._life.part)
+            self._agent = toolkit.run_bounded(make, self._life, deadline, "UCX to start")
             super().connect(topology, channels, deadline)
 
     def _connected(self) -> Agent:

@@ -37,10 +37,6 @@ class Region:
         self.start = data.data_ptr()
         self.nbytes = data.numel()
 
-    def holds(self, data: torch.Tensor) -> bool:
-        """Tell whether all of `data` is in this memory."""
-        return self.start <= data.data_ptr() and data.data_ptr() + data.numel() <= self.start + self.nbytes
-
 
 class Memory(Region):
     """Page-aligned memory that belongs to the engine, to be registered.
@@ -101,7 +97,7 @@ class Agent:
 
     def borrow(self, memory: torch.Tensor) -> None:
         """Register `memory`, which the caller owns, unless it is registered. It is kept alive until `close`."""
-        if memory.numel() and not any(region.holds(memory) for region in self._borrowed):
+        if not any(region.data is memory for region in self._borrowed):
             region = Region(memory)
             self._register(region)
             self._borrowed.append(region)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from weightlane.ckpt_engines import ConfigError, StorageError, UntouchedError, WeightlaneError
 from weightlane.sync import CommitReport, Expectation, ExpectedTensor, Subscriber
 
-from .layout import remove_step, write_step
+from .layout import INDEX, check_keep, remove_step, write_step
 
 
 class BroadcastFolder:
@@ -24,13 +25,14 @@ class BroadcastFolder:
 
     Args:
         output_dir: The run's directory, prime-rl's ``output_dir``, which its processes see, too.
-        model: Directory with the safetensors files of the model that prime-rl's inference servers were started from.
+        model: Directory of the model that prime-rl's inference servers were started from: ``model.safetensors``, or the files
+            that ``model.safetensors.index.json`` names.
         dtype: Dtype in which floating-point tensors are sent; None for that of the files, which is accepted in any case.
-        keep: How many of the newest broadcasts stay.
+        keep: How many of the newest broadcasts stay, at least one.
         name: Name of this replica in reports and errors.
 
     Raises:
-        ConfigError: There are no such files.
+        ConfigError: There are no such files, one is broken, or `keep` is less than one.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class BroadcastFolder:
         name: str = "prime-rl",
     ) -> None:
         self.name = name
-        self._output_dir, self._keep = Path(output_dir), keep
+        self._output_dir, self._keep = Path(output_dir), check_keep(keep)
         self._expectation = _expectation(Path(model), dtype, name)
         self._subscriber: Subscriber | None = None
 
@@ -91,18 +93,19 @@ class BroadcastFolder:
 
 
 def _expectation(model: Path, dtype: torch.dtype | None, part: str) -> Expectation:
-    """The tensors of the safetensors files in `model`, in their dtypes and in `dtype`."""
-    tensors = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a file is no mapping
-                tensor = file.get_tensor(name)  # a view of the mapped file
-                dtypes = {tensor.dtype, dtype or tensor.dtype} if tensor.is_floating_point() else {tensor.dtype}
-                tensors[name] = ExpectedTensor(tuple(tensor.shape), frozenset(dtypes))
-    if not tensors:
-        raise ConfigError(
-            f"{model} has no safetensors files.",
-            part=part,
-            hint="Give the directory of the model from which prime-rl's inference servers were started.",
+    """The tensors of the checkpoint in `model`, in their dtypes and in `dtype`."""
+    tensors, path = {}, model / INDEX
+    try:
+        indexed = json.loads(path.read_text())["weight_map"].values() if path.is_file() else ["model.safetensors"]
+        for path in sorted({model / each for each in indexed}):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - a file is no mapping
+                    tensor = file.get_tensor(name)  # a view of the mapped file
+                    dtypes = {tensor.dtype, dtype or tensor.dtype} if tensor.is_floating_point() else {tensor.dtype}
+                    tensors[name] = ExpectedTensor(tuple(tensor.shape), frozenset(dtypes))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        hint = (
+            "Give the directory of the model from which prime-rl's inference servers were started, with all its files."
         )
+        raise ConfigError(f"{path} cannot be read: {type(error).__name__}: {error}.", part=part, hint=hint) from error
     return Expectation(tensors)

@@ -14,11 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from sessions import soon
 from stores import Place, connect, connect_sender, place_of, publish, received, send, version_files
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError, StorageError, StoringSender
+from weightlane.ckpt_engines import (
+    CheckpointEngineRegistry,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    StorageError,
+    StoringSender,
+)
 from weightlane.ckpt_engines.engines.filesystem.store_directory import Guard, StoreDirectory
 
 
@@ -135,21 +143,39 @@ def test_a_damaged_list_of_versions_removes_nothing_and_the_next_commit_makes_a_
 
 def test_a_store_that_does_not_answer_costs_no_more_than_the_deadline(s3_options: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        options = {"path": "s3://weights/x", "storage_options": {**s3_options, "endpoint_url": endpoint}}
-        with pytest.raises(DeadlineExceededError, match="filesystem sender trainer"):
-            connect_sender(options, deadline=Deadline.after(0.3))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for url, options in (
+            ("s3://weights/x", {**s3_options, "endpoint_url": f"http://{address}"}),
+            (f"ftp://{address}/x", {}),
+        ):
+            with pytest.raises(DeadlineExceededError, match="filesystem sender trainer"):
+                connect_sender({"path": url, "storage_options": options}, deadline=Deadline.after(0.3))
 
 
-def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path, s3_options: dict[str, str]) -> None:
+def test_a_place_where_nothing_can_be_kept_is_named(
+    tmp_path: Path, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mv = MemoryFileSystem.mv
+    monkeypatch.setattr(MemoryFileSystem, "mv", lambda fs, old, new: fs.exists(new) or mv(fs, old, new))
     (tmp_path / "file").write_text("")
     for path, error, says in (
         ("nosuch://bucket/x", ConfigError, "nosuch"),
         (f"{tmp_path}/file/store", StorageError, f"{tmp_path}/file/store"),
         ("s3://no-such-place/x", StorageError, r"no-such-place(?s:.*)credentials"),
+        ("ftp://127.0.0.1:1/x", StorageError, r"127\.0\.0\.1:1(?s:.*)refused"),
+        ("memory://kept", StorageError, "a rename did not replace .*/kept/probe"),
     ):
+        options = {"path": path, "storage_options": s3_options if path.startswith("s3") else {}}
         with pytest.raises(error, match=says):
-            connect_sender({"path": path, "storage_options": s3_options if path.startswith("s3") else {}})
+            CheckpointEngineRegistry().create("filesystem", options).check(soon())
+    assert not MemoryFileSystem().exists("/kept")
+
+
+def test_a_check_leaves_the_directories_that_were_there_and_no_others(tmp_path: Path) -> None:
+    for path in (tmp_path / "not" / "there", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        CheckpointEngineRegistry().create("filesystem", {"path": str(path)}).check(soon())
+        assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
 
 
 @pytest.fixture

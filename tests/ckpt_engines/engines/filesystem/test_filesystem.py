@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -43,6 +42,8 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
 from weightlane.ckpt_engines.engines.filesystem.bucket_files import LocalPartialFile, RemotePartialFile
+from weightlane.ckpt_engines.engines.filesystem.file_names import sender_text
+from weightlane.ckpt_engines.engines.filesystem.process_identity import process_identity
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 
@@ -183,7 +184,14 @@ def test_a_live_sender_keeps_its_versions_whatever_another_one_commits(tmp_path:
     options = {"path": str(tmp_path), "keep_versions": 1}
     first, _ = connect_sender(options, "session-1")
     publish(first, 1, 100)
+    (earlier, beside), elsewhere = ("session-0/sender-0", "session-2/sender-1"), {**process_identity(), "host": "other"}
+    for directory in (earlier, beside):
+        for name in ("v5", "@eaDir"):  # the second one is of a NAS
+            (tmp_path / directory / name).mkdir(parents=True)
+        (tmp_path / directory / "sender.json").write_text(sender_text(elsewhere, 0))
     second, _ = connect_sender(options, "session-2")
+    assert [each.name for each in (tmp_path / earlier).iterdir()] == ["@eaDir"]
+    assert len(list((tmp_path / beside).iterdir())) == 3
     publish(second, 9, 100)
     assert place_of(tmp_path).latest() == [(9, "session-2/sender-0/v9"), (1, "session-1/sender-0/v1")]
     assert (tmp_path / "session-1/sender-0/v1/COMMITTED").exists()
@@ -212,17 +220,12 @@ class TestKilledSender(ConformanceBase):
         first.deliver([Parcel(1, 0, 1000, 1)])
         first.deliver([Parcel(2, 0, 1000, 1)], commit=False)
         first.sender.kill()
-        described = json.loads((store / session / "sender-0" / "sender.json").read_text())
         (store / session / "sender-0" / "sender.json.0123abcd.part").write_text("")
-        foreign = store / "from-another-host" / "sender-0"
-        foreign.mkdir(parents=True)
-        elsewhere = {**described["process"], "host": "elsewhere"}
-        (foreign / "sender.json").write_text(json.dumps({**described, "process": elsewhere}))
 
         second = connected(1)
         third = connected(1)
         assert sorted(path.name for path in store.iterdir()) == sorted(
-            ["from-another-host", "latest.json", session, second.topology["session"], third.topology["session"]]
+            ["latest.json", session, second.topology["session"], third.topology["session"]]
         )
         kept = ["COMMITTED", "bucket-00000.safetensors", "checksums.json", "manifest.json"]
         assert place_of(store / session).files() == [f"sender-0/v1/{name}" for name in kept]

@@ -143,13 +143,17 @@ def test_an_engine_holds_no_more_shared_memory_than_it_may(sizes: Sizes, socket_
 
 
 def test_memory_that_the_machine_does_not_have_is_refused_in_words_and_not_by_the_kernels_killer(
-    socket_dir: Path,
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = available_memory_bytes()
     assert left is not None
     assert left > 0
     with pytest.raises(StorageError, match="MiB are left"):
         engine_in(socket_dir, max_shared_mib=1 << 30).allocate(2 * left, CPU)
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.shared_memory.shm.available_memory_bytes", lambda: 3 * MIB)
+    session, data = Session(engine_in(socket_dir), "r"), random_bytes(2 * MIB + 1)  # for which 4 MiB would be taken
+    assert torch.equal(session.deliver(1, data), data)
+    session.close()
 
 
 def test_the_memory_that_is_left_is_the_containers_if_that_has_less_than_the_machine(tmp_path: Path) -> None:
