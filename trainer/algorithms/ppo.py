@@ -149,5 +149,4 @@ def _rewards(sequence: TokenSequence, mask: torch.Tensor, config: AlgorithmConfi
         drawn,
         drawn if reference is None else reference[mask],
         coefficient=config.kl_coefficient,
-        estimator="k1",
     )

@@ -1,4 +1,4 @@
-"""Steps that algorithms share: of one role, plain or by DPO; and a batch with the log-probabilities of a reference."""
+"""Steps of one role that algorithms share, plain or by DPO."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ async def take_step(
     return replace(result, metrics=answer.metrics)
 
 
-async def with_reference(batch: TokenBatch, reference: Role) -> TokenBatch:
-    """Return `batch` with `REFERENCE_LOGPROBS`: the log-probabilities of its targets under the model of `reference`."""
-    outputs = await reference.forward(batch)
-    return batch.with_values(REFERENCE_LOGPROBS, [each["logprobs"] for each in outputs])
-
-
 async def dpo_step(dispatch: WorkerDispatch, pairs: TokenBatch) -> StepResult:
     """Take one step of direct preference optimization; see `weightlane.trainer.dpo`.
 
@@ -35,5 +29,6 @@ async def dpo_step(dispatch: WorkerDispatch, pairs: TokenBatch) -> StepResult:
         dispatch: Has the roles `POLICY`, whose loss `OBJECTIVE` is a `dpo`, and `REFERENCE`.
         pairs: ``TokenBatch(sequences, sequences_per_unit=2)``, each chosen sequence before the rejected one.
     """
-    judged = await with_reference(pairs, dispatch[REFERENCE])
+    outputs = await dispatch[REFERENCE].forward(pairs)
+    judged = pairs.with_values(REFERENCE_LOGPROBS, [each["logprobs"] for each in outputs])
     return await take_step(dispatch[POLICY], judged, OBJECTIVE)

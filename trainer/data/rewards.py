@@ -26,7 +26,7 @@ from .named_function import function_named
 _PART = "reward"
 _CLOSE_S = 5.0
 _PR_SET_PDEATHSIG = 1
-_LARGEST = 1e30
+LARGEST_REWARD = 1e30
 """Largest absolute reward. Rewards are squared and the squares summed, which must not overflow."""
 _PROCESS_START_S = 120.0
 """Seconds beyond its limit that a call may take because its process may have to be started first."""
@@ -70,17 +70,17 @@ class Reward:
             if inspect.isawaitable(value):
                 value = _awaited(value, self._time_limit_s)
             number = _as_float(value)
-        except (Exception, SystemExit) as cause:  # executed code of a completion may call `exit()`
+        except (Exception, SystemExit, asyncio.CancelledError) as cause:  # code of a completion may call `exit()`
             raise RewardError(
                 f"{self.name} raised {type(cause).__name__}: {cause} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
                 hint="Fix the reward function.",
             ) from cause
-        if number is None or not abs(number) <= _LARGEST:  # NaN is not
+        if number is None or not abs(number) <= LARGEST_REWARD:  # NaN is not
             raise RewardError(
                 f"{self.name} returned {value!r} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
-                hint=f"A reward must be a number, and at most {_LARGEST:.0e}.",
+                hint=f"A reward must be a number, and at most {LARGEST_REWARD:.0e}.",
             )
         return number
 

@@ -216,10 +216,6 @@ class MicroBatch:
         )
         return cls.of([nothing] * sequences_per_unit, sequences_per_unit)
 
-    def leaving_out(self, targets: torch.Tensor) -> Self:
-        """Return the micro-batch without those of its targets, [N], where `targets`, bool [N], is true."""
-        return replace(self, targets=torch.where(targets, IGNORED, self.targets))
-
     def required(self, name: str) -> torch.Tensor:
         """Return the per-token value `name`, [N] or [N, ...]. Raises `ProtocolError` if the batch lacks it."""
         if name not in self.per_token:

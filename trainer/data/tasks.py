@@ -86,8 +86,8 @@ def load_tasks(
 
     A line's value of `group_size_key`, if it has one, is the size of its groups.
 
-    Raises `ConfigError` naming file and line for a line that is not a JSON object, lacks a key, or whose prompt is not a
-    non-empty string; and for a file that is missing, unreadable or without tasks.
+    Raises `ConfigError` naming file and line for a line that is not a JSON object, lacks a key, has a further key ``messages``,
+    or whose prompt is not a non-empty string; and for a file that is missing, unreadable or without tasks.
     """
     lines = json_lines(path, holds="task", setting="data.train and data.heldout")
     if prompt_key == answer_key:
@@ -134,7 +134,13 @@ def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as
                 part=_PART,
                 hint=f"The line has {', '.join(map(repr, data)) or 'no keys'}; see data.prompt_key and data.answer_key.",
             )
-    prompt = data.pop(prompt_key)
+    prompt, answer = data.pop(prompt_key), data.pop(answer_key)
+    if "messages" in data:
+        raise ConfigError(
+            f"{where}: 'messages' is neither the prompt nor the answer.",
+            part=_PART,
+            hint="Rename the key: an environment reads the prompt's conversation under it. See data.prompt_key.",
+        )
     if as_chat is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         check_messages(messages, f"{where}: {prompt_key!r}")
@@ -142,7 +148,7 @@ def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as
         data["messages"] = messages
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: {prompt_key!r} must be a non-empty string, not {prompt!r}.", part=_PART)
-    return Task(prompt, data.pop(answer_key), data, where)
+    return Task(prompt, answer, data, where)
 
 
 def _group_size(data: Mapping[str, Any], where: str, key: str | None) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
-from weightlane.ckpt_engines import DeadlineExceededError, as_weightlane_error
+from weightlane.ckpt_engines import ClosedError, DeadlineExceededError, as_weightlane_error
+from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from .rank_worker import RankWorker
 from .role_spec import POLICY_GROUP
@@ -85,7 +85,7 @@ class LocalRanks:
     def __init__(self, timeout_s: float = 1800.0, group: str = POLICY_GROUP) -> None:
         self._worker = RankWorker(0, 1, group)
         self._limit, self._closed = CallLimit(timeout_s, "local rank", "timeout_s"), False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-rank")
+        self._thread = DaemonThreads(1, "local-rank")
 
     async def rendezvous(self) -> tuple[str, int]:
         """See `Ranks.rendezvous`."""
@@ -96,7 +96,9 @@ class LocalRanks:
         return value
 
     def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
-        """See `Ranks.call`."""
+        """See `Ranks.call`. Raises `ClosedError` after `close`."""
+        if self._closed:
+            raise ClosedError("the rank is closed.", part="local rank")
         return self._limit.answer(self._answer(self._thread.submit(getattr(self._worker, method), *args)), method)
 
     async def watch(self) -> NoReturn:
@@ -113,7 +115,7 @@ class LocalRanks:
         with suppress(Exception):  # a hanging call may be queued before it
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.shield(closing)
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown()
 
     async def _answer(self, running: Any) -> list[Any]:
         try:

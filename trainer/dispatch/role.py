@@ -69,11 +69,6 @@ class Role:
         self.spec = spec
         self._group = group
 
-    @property
-    def name(self) -> str:
-        """The role's name."""
-        return self.spec.name
-
     def forward(
         self,
         batch: TokenBatch,
@@ -199,8 +194,8 @@ class Role:
     ) -> None:
         """Create every rank's publisher of this role."""
         dtype = str(wire_dtype).removeprefix("torch.")
-        placements: list[Placement] = await self._group.call(self.name, "placement", dtype)
-        await self._group.call(self.name, "connect", dict(rendezvous), transport, sync, dtype, placements)
+        placements: list[Placement] = await self._group.call(self.spec.name, "placement", dtype)
+        await self._group.call(self.spec.name, "connect", dict(rendezvous), transport, sync, dtype, placements)
 
     def publisher_names(self) -> list[str]:
         """The names under which its ranks publish, in rank order."""
@@ -208,7 +203,7 @@ class Role:
 
     def _call(self, merged: Callable[[list[Any]], _T], method: str, *args: Any) -> asyncio.Task[_T]:
         """Call `method` on every rank at once. Returns a task of the ranks' answers, merged."""
-        calling = self._group.call(self.name, method, *args)
+        calling = self._group.call(self.spec.name, method, *args)
 
         async def answer() -> _T:
             return merged(await calling)

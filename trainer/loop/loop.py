@@ -140,7 +140,7 @@ class AsyncLoop:
         task = asyncio.create_task(main, name="loop")
         try:
             await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and (task.cancelled() or task.exception() is None):
+            if task.done() and not task.cancelled() and task.exception() is None:
                 return
             # A call failed, or a process died. A death explains a failed call, so wait a moment for its report.
             dead, _ = await asyncio.wait(watchers, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -149,7 +149,7 @@ class AsyncLoop:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        raise _innermost(task.exception())
+        raise _innermost(None if task.cancelled() else task.exception())
 
     async def _main(self) -> None:
         if self._takes_turns and self._step >= self._config.steps:
@@ -164,7 +164,7 @@ class AsyncLoop:
         following = asyncio.create_task(self._keeper.watch(), name="version-keeper-watch")
         tasks: list[asyncio.Future[Any]] = [training, feeding, following, self._evaluation_failed]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._summary.overlap_share = self._clock.share_together()
             if self._evaluating is not None:
@@ -173,7 +173,7 @@ class AsyncLoop:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in tasks:
-            if not task.cancelled():
+            if task in ended or not task.cancelled():
                 task.result()
         await self._keeper.drain(self._step)
         if not self._takes_turns:
@@ -246,7 +246,8 @@ class AsyncLoop:
             await self._parts.export(self._step)
 
     async def _write_last(self) -> None:
-        await self._save()
+        if self._saved != self._step:  # the resumed state is the newest one, until another one is complete
+            await self._save()
         await self._parts.export(self._step)
 
     def _is_timed(self) -> bool:

@@ -54,8 +54,9 @@ class VersionKeeper:
     """Decides which versions are published, and follows each to its end.
 
     A version is published only between two optimizer steps, and only while no other one is being synced. Of the versions that
-    the trainer finishes meanwhile, only the newest is published. So the trainer never waits for a sync. Replicas that do not
-    have the serving version get the next one or, if none is due, the serving version again.
+    the trainer finishes meanwhile, only the newest is published. So the trainer waits for a sync before a save or an export only:
+    see `handed_over`. Replicas that do not have the serving version get the next one or, if none is due, the serving version
+    again.
 
     `on_commit` gets the report of every sync that put a version into service. A run survives `max_failures` consecutive aborts.
     """
@@ -124,7 +125,8 @@ class VersionKeeper:
     async def handed_over(self, version: int) -> None:
         """Wait until the publishers have been given `version`, or no background sync is running that will give it to them.
 
-        To be called inside `between_steps`: a save or an export after this call does not delay the version.
+        To be called inside `between_steps`: a save or an export after this call does not delay the version. If an earlier version
+        is still being synced, this waits for its end.
         """
         while self._handed_over < version and self._task is not None and not self._task.done():
             self._publication.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from ..data.named_function import built_in_or_own
-from ..data.sequences import MicroBatch
+from ..data.sequences import IGNORED, MicroBatch
 from .config import AlgorithmConfig
 from .loss import LOGPROBS, Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
 from .policy import cispo, dual_clip, entropy_bonus, gspo, token_surrogate
@@ -91,7 +92,7 @@ class Objective:
             if self._config.mismatch_mask != "none":
                 tail = mismatched(outputs.required("logprobs"), micro, self._config)
                 metrics["mismatch_masked"] = tail.sum().float()
-                micro = micro.leaving_out(tail)
+                micro = replace(micro, targets=torch.where(tail, IGNORED, micro.targets))
         return LossOutput({}, metrics), micro
 
     def _sum(self, own: LossOutput, added: LossOutput) -> LossOutput:

@@ -176,7 +176,6 @@ def draw_curves(metrics: Path, picture: Path) -> None:
         label="held-out accuracy (greedy)",
     )
     reward.set_ylabel("mean reward")
-    reward.set_ylim(-0.02, 1.02)
     reward.legend(loc="lower right")
     lag.plot(at, [event["staleness_mean"] for event in steps], label="mean")
     lag.plot(at, [event["staleness_max"] for event in steps], label="max")

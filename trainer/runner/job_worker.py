@@ -132,7 +132,8 @@ class JobWorker:
             return
         for taken in self._jobs.recover():
             if taken.name == saved.get("job"):  # its worker ended between the two last things that it does
-                taken.done()
+                self._jobs.write_result(taken.name, None)  # that of every `Save`
+                self._jobs.end_job(taken.name)
                 continue
             if taken.name == begun.get("job"):
                 for path in begun["creates"]:  # nothing was there before, so it is of that worker
@@ -141,7 +142,7 @@ class JobWorker:
             count = 1 + (ended_by["count"] if ended_by.get("job") == taken.name else 0)
             if count < self._attempts:
                 self._jobs.write_note("attempts", {"job": taken.name, "count": count})
-                taken.requeue()
+                self._jobs.requeue()
             else:
                 await self._set_aside(taken, count)
 
@@ -191,7 +192,7 @@ class JobWorker:
         if isinstance(job, Save):
             self._forget_saved(taken.name, job.directory)
         self._note("executed", taken.name, job, seconds=time.perf_counter() - started)
-        taken.done(repeat=changes)
+        self._jobs.end_job(taken.name, repeat=changes)
 
     async def _run(self, job: Job[Any]) -> Any:
         if not isinstance(job, Publish):
@@ -212,7 +213,7 @@ class JobWorker:
     def _fail(self, taken: TakenJob, error: WeightlaneError, *, repeat: bool) -> None:
         self._say(f"job {taken.name} ({taken.job.kind}) failed: {error}")
         self._note("failed", taken.name, taken.job, error=str(error))
-        taken.fail(error, repeat=repeat)
+        self._jobs.end_job(taken.name, error, repeat=repeat)
 
     def _forget_saved(self, name: str, directory: Path) -> None:
         """Forget what was executed before the `Save` of that name, unless a mini-batch was begun whose gradient it lacks."""

@@ -75,7 +75,7 @@ class SftLoop:
         self._runner, self._config, self._hooks = runner, config, hooks
         self._train, self._heldout = train, heldout
         self._save_state, self._export = save, export
-        self._step = self._first = resume.step if resume else 0
+        self._step = self._first = self._saved = resume.step if resume else 0
         self._steps = config.all_steps(len(train))
         self._stream = TaskStream(train, seed)
         if resume:
@@ -104,7 +104,8 @@ class SftLoop:
         while self._step < self._steps and (batch := self._next_batch()):
             await self._train_on(batch)
         self._figures.heldout_logprob_after = await self._evaluate()
-        await self._save()
+        if self._saved != self._step:  # the resumed state is the newest one, until another one is complete
+            await self._save()
         await self._export(self._step, last=True)
 
     def _next_batch(self) -> list[Example]:
@@ -166,6 +167,7 @@ class SftLoop:
         return total / count
 
     async def _save(self) -> None:
+        self._saved = self._step
         await self._save_state(LoopState(self._step, self._stream.state(), []))
 
     def _taken(self) -> int:

@@ -122,9 +122,14 @@ def flattened(inputs: ForwardInputs) -> Iterator[ForwardInput]:
 
 
 def check_tokens(inputs: Sequence[ForwardInput], vocabulary: int) -> None:
-    """Raise `ProtocolError`, which names the input and the position, for a token or target that the model doesn't have."""
+    """Raise `ProtocolError`, which names the input, for a token, target or number of tokens that the model doesn't have."""
     if not inputs:
         return
+    for index, each in enumerate(inputs):
+        if each.top_k > vocabulary:
+            raise ProtocolError(
+                f"top_k of sequence {index} is {each.top_k}, and the vocabulary has {vocabulary} tokens.", part=PART
+            )
     labels = max(1, *(each.labels for each in inputs))
     TokenBatch(tuple(widened(each.sequence, labels) for each in inputs)).check_vocabulary(vocabulary)
 

@@ -47,6 +47,7 @@ def text(completion, task): return "1.0"
 def huge(completion, task): return -10 ** 400
 def large(completion, task): return 1e39
 def leaves(completion, task): raise SystemExit(0)
+def cancels(completion, task): raise asyncio.CancelledError
 async def never(completion, task): await asyncio.sleep(10_000)
 def many(completion, task):
     import torch
@@ -110,6 +111,7 @@ def test_whatever_a_reward_does_costs_its_completion_only_and_function_prompt_an
         ("large", "returned 1e+39"),
         ("broken", "raised KeyError: 'solution'"),
         ("leaves", "raised SystemExit: 0"),
+        ("cancels", "raised CancelledError: "),
         ("huge", "raised OverflowError: int too large to convert to float"),
         ("never", "raised TimeoutError: "),
     ):

@@ -48,6 +48,7 @@ def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": ' + "[" * 100_000 + "}", "line 2: JSON that cannot be read: maximum recursion"),
         ('["a", "b"]', "line 2: expected a JSON object, found list"),
         ('{"prompt": "a", "answer": null}', "line 2: the key 'answer' is missing or null. The line has 'prompt'"),
+        ('{"prompt": "a", "answer": 1, "messages": []}', "line 2: 'messages' is neither the prompt nor the answer"),
         ('{"prompt": 3, "answer": "a"}', "line 2: 'prompt' must be a non-empty string, not 3"),
     ):
         path = write(tmp_path / "t.jsonl", '{"prompt": "a", "answer": "b"}', line)

@@ -19,7 +19,7 @@ from simulated_time import SimulatedTimeLoop
 from transformers import AutoModelForTokenClassification
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, WeightlaneError
+from weightlane.ckpt_engines import ClosedError, ConfigError, DeadlineExceededError, ProtocolError, WeightlaneError
 from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
 from weightlane.trainer import LossDenominators, MicroBatch, TrainerConfig, sft
 from weightlane.trainer.data.step_result import StepResult
@@ -303,6 +303,15 @@ def test_a_call_that_waits_for_earlier_ones_has_its_whole_time_after_them() -> N
         assert begun[2].done()
         return await asyncio.gather(*begun, return_exceptions=True)
 
+    async def closed() -> None:
+        ranks = LocalRanks()
+        await ranks.call("pid")
+        assert {each.daemon for each in threading.enumerate() if each.name.startswith("local-rank")} == {True}
+        await ranks.close()
+        with pytest.raises(ClosedError, match="the rank is closed"):
+            ranks.call("pid")
+
+    asyncio.run(closed())
     with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
         one, two, three = runner.run(begun_together())
     assert (one, two) == ([6.0], [15.0])

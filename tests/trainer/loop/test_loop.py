@@ -33,12 +33,14 @@ def test_a_run_that_is_resumed_uses_every_task_that_was_not_trained_on_and_none_
     assert world.version == 6, "the last version serves"
     assert summary.accuracy_before == summary.accuracy_after == 1.0
     assert world.events == ["well"]
-    for state in world.saved[:-1]:
+    for state in world.saved:
         again = World(step=state.step)
         resumed = LoopState.from_plain(state.to_plain())
         run(again, first_is_better, max_staleness=max_staleness, resume=resumed)
         assert Counter(world.trained[: 2 * state.step] + again.trained) == every_task
         assert again.version == 6
+        assert len(again.saved) == (state.step < 6), "a state is not replaced by the same one"
+        assert again.log[-1] == "exported 6"
 
 
 @pytest.mark.parametrize(

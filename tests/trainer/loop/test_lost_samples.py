@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -85,6 +86,13 @@ def test_an_evaluation_that_fails_beside_the_training_ends_the_run_then(monkeypa
     with pytest.raises(TooManyFailuresError):
         run(world, judge, steps=200, evaluate_every=2)
     assert world.step < 200
+
+    def cancels(*_: object) -> Any:
+        raise asyncio.CancelledError
+
+    for judge in (first_is_better, cancels):
+        with pytest.raises(RuntimeError, match="ended without a result"):
+            run(World(at_step={2: cancels}), judge)
 
 
 def some_are_better(completion: str, task: Mapping[str, Any]) -> float:

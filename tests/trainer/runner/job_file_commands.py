@@ -69,8 +69,8 @@ def serve(directory: Path) -> None:
             notes.write(f"{what} {name}\n")
             notes.flush()
 
-        for left in queue.recover():
-            left.requeue()
+        if queue.recover():
+            queue.requeue()
         while not (directory / "end").exists():
             if (taken := queue.take()) is None:
                 time.sleep(0.1)
@@ -78,10 +78,10 @@ def serve(directory: Path) -> None:
             note("begun", taken.name)
             assert isinstance(taken.job, Publish)
             if taken.job.version % 5 == 0:
-                taken.fail(ConfigError("it is a multiple of five.", part="test"))
+                queue.end_job(taken.name, ConfigError("it is a multiple of five.", part="test"))
             else:
                 queue.write_result(taken.name, taken.job.version)
-                taken.done()
+                queue.end_job(taken.name)
             note("done", taken.name)
     end_turn()
 

@@ -99,7 +99,7 @@ def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(place: Place)
     first = jobs.take()
     assert first is not None
     assert (first.name, first.job, submitter.waiting()) == (names[1], Publish(1), names[2:])
-    first.requeue()
+    jobs.requeue()
     assert submitter.waiting() == names[1:]
     for version in (1, 2, 3):
         taken = jobs.take()
@@ -108,7 +108,8 @@ def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(place: Place)
         jobs.write_event({"event": "begun", "job": taken.name})
         jobs.write_result(taken.name, float(version))
         assert submitter.finished(taken.name) is None, "it is not known before the job is done"
-        taken.fail(ConfigError("no.", part="test"), repeat=True) if version == 2 else taken.done(repeat=version == 3)
+        error = ConfigError("no.", part="test") if version == 2 else None
+        jobs.end_job(taken.name, error, repeat=version > 1)
     assert jobs.take() is None
     assert submitter.finished(names[1]) == Finished(1.0)
     with pytest.raises(ConfigError, match="test: no"):
@@ -175,18 +176,17 @@ def test_a_worker_that_was_stopped_reports_nothing_when_it_goes_on(store_place: 
     assert next_one.take_turn() is not None
     stopped.write_result(name, "late")
     with pytest.raises(StorageError, match="the turn has gone to"):
-        late.done()
+        stopped.end_job(name)
     with pytest.raises(StorageError, match="the turn has gone to"):
         stopped.check_turn()
     assert next_one.finished(name) is None
     assert [each.name for each in next_one.recover()] == [name]
     assert store_place.store.names("blobs") == [], "the late result is gone"
-    (again,) = next_one.recover()
-    again.requeue()
+    next_one.requeue()
     taken = next_one.take()
     assert taken is not None
     next_one.write_result(name, "in time")
-    taken.done()
+    next_one.end_job(name)
     assert next_one.finished(name) == Finished("in time")
 
 
@@ -294,7 +294,7 @@ def test_what_a_killed_submitter_queued_is_whole_and_in_its_order(children: Any,
             versions.setdefault(str(taken.job.adapter), []).append(taken.job.version)
         else:
             assert isinstance(taken.job, Forward)
-        taken.done()
+        files.end_job(taken.name)
     assert files.failed() == []
     for submitter in submitters:
         assert submitter.stdout is not None

@@ -6,7 +6,9 @@ import asyncio
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import job_file_commands
 import pytest
@@ -167,6 +169,19 @@ def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_res
     files.forget_result(names[0])
     with pytest.raises(DeadlineExceededError, match="a worker to execute job"):
         files.wait(names[0], 0.01)
+
+
+def test_a_saved_state_is_told_though_its_worker_ends_before_it_ends_the_job(tmp_path: Path) -> None:
+    files, idle = JobQueue(tmp_path / "jobs"), SimpleNamespace(run=AsyncMock(), watch=asyncio.Event().wait)
+    name = files.submit(Save(tmp_path / "state"))
+    end_turn = files.take_turn()
+    assert end_turn is not None
+    assert files.take()
+    files.write_note("saved", {"job": name, "directory": str(tmp_path / "state"), "before": []})
+    end_turn()
+    assert files.take_turn()
+    asyncio.run(JobWorker(files, cast("Runner", idle)).run(asyncio.Event(), until_empty=True))
+    assert files.wait(name, HANG_S) is None
 
 
 @pytest.fixture

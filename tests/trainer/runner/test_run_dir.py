@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from weightlane.ckpt_engines import ConfigError, StorageError
-from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, read_metrics
+from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, draw_curves, read_metrics
 from weightlane.trainer.runner.run_dir import RunDir, write_whole
 
 
@@ -115,7 +116,9 @@ def test_metrics_of_what_does_not_end_take_no_more_than_twice_their_size(tmp_pat
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 400
 
 
-def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(tmp_path: Path) -> None:
+def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
         file.run_started(facts={"step": start, "steps": 4})
@@ -129,3 +132,10 @@ def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(tmp_
     assert steps == [(1, 0.0), (2, 0.0), (3, 0.2), (4, 0.2)]
     assert [event["version"] for event in counted if event["event"] == "version_committed"] == [1, 2, 3, 4]
     assert read_metrics(tmp_path / "none.jsonl") == []
+    facts = {"reward": -7.0, "staleness_mean": 0.0, "staleness_max": 0, "fence_s": 0.0}
+    MetricsFile(tmp_path / "low.jsonl").training_step(step=1, facts=facts)
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure.axes[0].get_ylim()))
+    draw_curves(tmp_path / "low.jsonl", tmp_path / "curves.png")
+    ((lowest, highest),) = drawn
+    assert lowest < -7.0 < highest

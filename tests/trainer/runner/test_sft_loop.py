@@ -161,6 +161,9 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_interrupted(trial: T
     resumed = trial.weights(4)
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
     assert any(not torch.equal(trial.weights(3)[name], whole[name]) for name in whole)
+    trial.run(config, train, resume=trial.states[-1])
+    assert [state.step for state in trial.states] == [2, 4, 4], "a state is not replaced by the same one"
+    assert trial.exported[-1] == (4, True)
 
 
 def test_every_example_has_its_turn_once_an_epoch_in_another_order(trial: Trial) -> None:

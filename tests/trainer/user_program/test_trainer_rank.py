@@ -327,6 +327,7 @@ def test_inputs_that_are_wrong_are_refused_by_name_on_every_rank(opened: Opened)
         ranks.all_fail(error, text, "ask_own", **fields)
     bad = {"input_tokens": [1, 2], "target_tokens": [2, 99]}
     ranks.all_fail("ProtocolError", "99", "ask_alike", inputs=[good, bad])
+    ranks.all_fail("ProtocolError", "top_k of sequence 1 is 999", "ask_alike", inputs=[good, {**good, "top_k": 999}])
     ranks.all_fail("ConfigError", "there is no checkpoint 'x'", "ask_alike", inputs=[good, {**good, "checkpoint": "x"}])
     for rank, other in enumerate((good, {**good, "target_tokens": [2, 4]})):
         ranks.tell(rank, "ask_alike", inputs=[good, other])

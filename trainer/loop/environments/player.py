@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from weightlane.ckpt_engines import DeadlineExceededError, EpisodeError, WeightlaneError
 
 from ...config import EnvironmentConfig
+from ...data.rewards import LARGEST_REWARD
 from ...data.tasks import Task
 from ...objectives.config import AlgorithmConfig
 from ..protocols import Judge, Played, Rollout
 from .contract import Environment, Verdict
 from .episode import Episode, EpisodeLimits
 from .rendering import EpisodeTokenizer, Renderer
-
-_LARGEST = 1e30
-"""Largest absolute reward. Rewards are squared and the squares summed, which must not overflow."""
 
 
 class Player:
@@ -131,8 +129,8 @@ class Player:
             "reward": verdict.reward,
             **{f"metric {key}": v for key, v in verdict.metrics.items()},
         }.items():
-            if not isinstance(value, numbers.Real) or not math.isfinite(value) or abs(value) > _LARGEST:
+            if not isinstance(value, numbers.Real) or not math.isfinite(value) or abs(value) > LARGEST_REWARD:
                 raise EpisodeError(
-                    f"its {name} is {value!r}.", part=self._part, hint=f"Give a number, at most {_LARGEST:.0e}."
+                    f"its {name} is {value!r}.", part=self._part, hint=f"Give a number, at most {LARGEST_REWARD:.0e}."
                 )
         return verdict

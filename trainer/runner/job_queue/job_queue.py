@@ -58,23 +58,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class TakenJob:
-    """A job that this process executes, until it calls one of `done`, `fail` and `requeue`, or ends."""
+    """A job that this process executes, until it calls `JobQueue.end_job` or `JobQueue.requeue`, or ends."""
 
     name: str
     job: Job[Any]
-    queue: JobQueue
-
-    def done(self, *, repeat: bool = False) -> None:
-        """End the job after its execution. With `repeat` it is kept for `JobQueue.executed`."""
-        self.queue.end_job(self.name, None, repeat=repeat)
-
-    def fail(self, error: WeightlaneError, *, repeat: bool = False) -> None:
-        """Set the job aside because of `error`. With `repeat` it is kept for `JobQueue.executed`, too."""
-        self.queue.end_job(self.name, error, repeat=repeat)
-
-    def requeue(self) -> None:
-        """Put the job back into the queue, at its old place."""
-        self.queue.requeue()
 
 
 class JobQueue:
@@ -237,8 +224,8 @@ class JobQueue:
         key = f"events/{self._ledger.facts['turn']:08d}-{self._chunk:06d}.jsonl"
         self._store.write(key, self._lines.encode())
 
-    def end_job(self, name: str, error: WeightlaneError | None, *, repeat: bool) -> None:
-        """End the taken job: see `TakenJob.done` and `TakenJob.fail`."""
+    def end_job(self, name: str, error: WeightlaneError | None = None, *, repeat: bool = False) -> None:
+        """End the taken job after its execution, or set it aside because of `error`. With `repeat`, `executed` keeps it."""
         blob, self._blob = self._blob, ""
         reason = None if error is None else {"time": round(time.time(), 3), **error.to_wire()}
         executed = [*self._executed, name] if repeat else self._executed
@@ -247,7 +234,7 @@ class JobQueue:
         self._settle()
 
     def requeue(self) -> None:
-        """Put the taken job back: see `TakenJob.requeue`."""
+        """Put the taken job back into the queue, at its old place."""
         self._blob = ""
         self._ledger.change(taken=None)
 
@@ -287,11 +274,11 @@ class JobQueue:
     def _read(self, name: str) -> TakenJob | None:
         """Read the taken job. If it is damaged, set it aside and return None."""
         try:
-            return TakenJob(name, decode_job(self._job(name)), self)
+            return TakenJob(name, decode_job(self._job(name)))
         except StorageError:
             raise
         except WeightlaneError as error:
-            self.end_job(name, error, repeat=False)
+            self.end_job(name, error)
             return None
 
     def _job(self, name: str) -> bytes:

@@ -12,6 +12,7 @@ import uvicorn
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 
+from ...loop.environments.agents.endpoint import Server
 from ..service import Service
 from .app import application
 from .auth import Clients
@@ -45,7 +46,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 async def serve(service: Service, clients: Clients, listener: socket.socket, ended: asyncio.Event) -> None:
     """Answer requests until `ended`, then shut down. Raises an error that ends the service before, such as a rank's death."""
     shutdown_s = service.config.shutdown_s
-    server = _Server(
+    server = Server(
         uvicorn.Config(
             application(service, clients),
             lifespan="off",
@@ -71,12 +72,3 @@ async def serve(service: Service, clients: Clients, listener: socket.socket, end
     await asyncio.gather(*tasks, return_exceptions=True)
     for each in done:
         each.result()
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the program, which has more to end than HTTP."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield

@@ -117,16 +117,25 @@ def test_what_is_no_server_of_openenv_is_named() -> None:
     async def play(answer: str) -> BaseException:
         async def talk(connection: Any) -> None:
             await connection.recv()
-            await connection.send(answer)
+            await (connection.send(answer) if answer else connection.wait_closed())
 
         async with serve(talk, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            made = guessing(f"ws://127.0.0.1:{port}")
-            with pytest.raises(ProtocolError, match="no message of OpenEnv") as failed:
+            made = guessing(f"ws://127.0.0.1:{port}", call_time_limit_s=60 if answer else 0.1)
+            expected = (
+                (ProtocolError, "no message of OpenEnv") if answer else (DeadlineExceededError, "a reset took longer")
+            )
+            with pytest.raises(expected[0], match=expected[1]) as failed:
                 await made.play({}, Scripted("0"))
         return failed.value
 
-    for answer in ("hello", "[]", '{"type": "observation", "data": {"reward": 1}}', '{"type": "error", "data": "no"}'):
+    for answer in (
+        "",
+        "hello",
+        "[]",
+        '{"type": "observation", "data": {"reward": 1}}',
+        '{"type": "error", "data": "no"}',
+    ):
         asyncio.run(play(answer))
     with pytest.raises(ConfigError, match="no address"):
         guessing("127.0.0.1:8000")

@@ -118,6 +118,10 @@ def test_task_files_share_no_prompt_and_the_command_says_how_many_there_are(tmp_
         [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
     )
+    unknown = subprocess.run(
+        [*command[:-1], "no_dataset", *sizes], check=False, capture_output=True, text=True, timeout=MOST_S
+    )
+    assert (unknown.returncode, unknown.stderr.startswith("error: ")) == (2, True)
     assert f"{len(train)} tasks for training, {len(heldout)} held out" in done.stdout
     prompts = [each["prompt"] for each in [*train, *heldout]]
     assert len(set(prompts)) == len(prompts)

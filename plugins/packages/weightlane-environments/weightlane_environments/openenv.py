@@ -22,6 +22,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from weightlane.ckpt_engines import (
     ConfigError,
+    Deadline,
     DeadlineExceededError,
     EpisodeError,
     PeerLostError,
@@ -113,27 +114,29 @@ class OpenEnv(Environment):
 
     async def _begun(self, arguments: dict[str, Any]) -> tuple[ClientConnection, dict[str, Any]]:
         """Connect and reset, over and over until the server is there and has a session free."""
-        refusal: Exception | None = None
         limit_s = self.options.begin_time_limit_s
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while True:
-                    try:
-                        return await self._attempt(arguments)
-                    except (OSError, InvalidHandshake, _FullError) as error:  # also `PeerLostError`
-                        refusal = error
-                    await asyncio.sleep(_PAUSE_S)
+        deadline = Deadline.after(limit_s)
+        while True:
+            try:
+                return await self._attempt(arguments, deadline.remaining_s)
+            except DeadlineExceededError:  # of a reset, which has a limit of its own
+                raise
+            except (OSError, InvalidHandshake, _FullError) as error:  # also `PeerLostError`
+                refusal = error
+            if deadline.remaining_s <= _PAUSE_S:
+                break
+            await asyncio.sleep(_PAUSE_S)
         raise TransportError(
-            f"no episode could be begun within {limit_s:g} s: {refusal or 'no answer'}.",
+            f"no episode could be begun within {limit_s:g} s: {str(refusal) or 'no answer'}.",
             part=_PART,
             peer=self._url,
             hint="Start the server, with at least rollout.concurrency sessions (max_concurrent_envs), or raise"
             " environment.options.begin_time_limit_s.",
         ) from refusal
 
-    async def _attempt(self, arguments: dict[str, Any]) -> tuple[ClientConnection, dict[str, Any]]:
+    async def _attempt(self, arguments: dict[str, Any], open_s: float) -> tuple[ClientConnection, dict[str, Any]]:
         try:
-            connection = await connect(self._url, max_size=_MOST_BYTES, close_timeout=_CLOSE_S, open_timeout=None)
+            connection = await connect(self._url, max_size=_MOST_BYTES, close_timeout=_CLOSE_S, open_timeout=open_s)
         except InvalidURI as error:
             raise ConfigError(f"{self._url} is no address: {error}.", part=_PART) from error
         try:

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from weightlane.ckpt_engines import WeightlaneError
+
 from .library_process import LibraryOptions, LibraryProcess
 
 Task = dict[str, Any]
@@ -77,7 +79,10 @@ def main() -> None:
     tasks: Iterable[Task]
     if given.environment == "reasoning-gym":
         options = dict(map(_parsed, given.option))
-        tasks = problem_tasks(given.name, options, seed=given.seed, size=size, template=given.template)
+        try:
+            tasks = problem_tasks(given.name, options, seed=given.seed, size=size, template=given.template)
+        except WeightlaneError as error:
+            parser.exit(2, f"error: {error}\n")
     elif given.environment == "textarena":
         game = given.name
         tasks = ({"prompt": f"{game} {seed}", "answer": "", "game": game, "seed": seed} for seed in seeds)

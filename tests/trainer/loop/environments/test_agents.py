@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
 from agent_world import AGENTS, STOP, Agent, Saying, agent_of, ids, played, player_of, user
 from loop_world import ALGORITHM, TASKS, Characters, World
@@ -176,6 +177,10 @@ def test_a_call_that_cannot_be_served_is_refused_in_openais_words_and_costs_noth
             assert error.type == "invalid_request_error"
         (stranger,) = await errors_of({**client, "api_key": "sk-unknown"}, {})
         assert (stranger.status_code, stranger.code) == (401, "invalid_api_key")
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {client['api_key']}"}) as http:
+            half = b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'
+            answer = await http.post(f"{client['base_url']}/chat/completions", content=half)
+            assert (answer.status_code, "surrogates not allowed" in answer.text) == (400, True)
         async with AsyncOpenAI(**client) as openai:
             with pytest.raises(APIStatusError, match="not offered here") as missing:
                 await openai.embeddings.create(model="", input="x")
@@ -352,6 +357,7 @@ def test_a_fault_of_an_agent_is_a_typed_error_of_its_episode(
         ({"command": ["true"], "preload": ["openai"]}, "preload is for a command that is python and a script"),
         ({"function": "no_such_module:f"}, "no_such_module"),
         ({"command": ["true"], "host": "0.0.0.0"}, "no address that an agent could call"),
+        ({"command": ["true"], "host": "a..b"}, "no address that an agent could call"),
         ({"command": ["true"], "format": "xml"}, "no tool format 'xml'"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -42,7 +44,7 @@ async def look_up(name: str) -> dict:
 
 def fails() -> str:
     """Fails."""
-    raise OSError("no such island")
+    raise asyncio.CancelledError("no such island")
 
 def leaves() -> str:
     """Ends the program."""
@@ -54,7 +56,7 @@ def hangs() -> str:
 
 def long() -> str:
     """Says a lot."""
-    return "x" * 10000
+    return "\\ud83d" + "x" * 10000
 
 def undocumented(a):
     return a
@@ -103,7 +105,7 @@ def call(name: str, /, **arguments: Any) -> str:
         ("no call", []),
         (f"first {call('add', a=1)} and {call('add', b='</x>')}", [("add", {"a": 1}, ""), ("add", {"b": "</x>"}, "")]),
         ('<tool_call>{"name": "add"}', [("add", {}, "")]),
-        ("<tool_call>{name}</tool_call>", [("", {}, "not valid JSON")]),
+        ("<tool_call>{name}</tool_call>" + call("\ud83d"), [("", {}, "not valid JSON"), ("", {}, "surrogates not")]),
         ("<tool_call>[1]</tool_call>", [("", {}, "a call must be")]),
         ('<tool_call>{"name": "add", "arguments": "1"}</tool_call>', [("add", {}, "a call must be")]),
         ("<tool_call>" + "[" * 100_000, [("", {}, "not valid JSON")]),
@@ -128,11 +130,11 @@ def test_the_model_reads_what_its_tools_return_and_why_they_fail_and_its_last_re
     opening, *news = episode.read
     assert opening is None
     answers = [[message["content"] for message in each] for each in news]
-    assert answers[0] == ["5", '{"name": "Ithaca"}', "x" * 50]
+    assert answers[0] == ["5", '{"name": "Ithaca"}', "?" + "x" * 49]
     for text, says in zip(
         answers[1],
         (
-            "OSError: no such island",
+            "CancelledError: no such island",
             "SystemExit: 3",
             "longer than 0.2 s",
             "no tool 'sing', but add,",
@@ -183,7 +185,7 @@ if not os.fork():
     os.setsid()
     file = open({path!r}, "r+")
     fcntl.flock(file, fcntl.LOCK_EX)
-    file.write("by a process that left its group")
+    file.write(str(os.getpid()))
     file.flush()
     os.write(here, b"x")
     time.sleep(1e6)
@@ -207,13 +209,25 @@ def test_code_runs_within_its_limits_without_network_and_leaves_nothing_behind(t
     held = tmp_path / "held"
     held.touch()
     assert run(_DAEMON.format(path=str(held))) == ""
-    assert held.read_text() == "by a process that left its group"
+    assert held.read_text().isdigit(), "written by a process that left its group"
     with held.open() as file:
         wait_until(lambda: is_free(file), "the end of a process that left its group")
     with open_port(free_port):
         assert "OSError" in run(_NETWORK.format(port=free_port), output_chars=2000)
         assert run(_NETWORK.format(port=free_port), isolate=False) == "", "it is the namespace that has no network"
     assert "File too large" in run("open('big', 'wb').write(bytes(2 << 20))", output_chars=1000)
+    held.write_text("")
+
+    async def give_up() -> None:
+        running = asyncio.create_task(run_python(_DAEMON.format(path=str(held)), SandboxLimits(isolate=False)))
+        while not held.read_text():  # noqa: ASYNC110 - written by another process
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait([running], timeout=HANG_S)
+        assert running.cancelled(), "a process that left its group has the other end of the pipe"
+
+    asyncio.run(give_up())
+    os.kill(int(held.read_text()), signal.SIGKILL)
 
 
 @needs_namespaces

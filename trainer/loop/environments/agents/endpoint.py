@@ -70,7 +70,7 @@ class Endpoint:
             Route("/v1/models", self._models, methods=["GET"]),
         ]
         handlers: Any = {404: _unknown, 405: _unknown}
-        self._server = _Server(
+        self._server = Server(
             uvicorn.Config(
                 Starlette(routes=routes, exception_handlers=handlers),
                 lifespan="off",
@@ -136,7 +136,7 @@ class Endpoint:
         raise CallError("the API key is no episode's.", status=401, code="invalid_api_key")
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A server that leaves signals to the program, which has more to end than HTTP."""
 
     @contextmanager
@@ -154,9 +154,11 @@ async def _body(request: Request) -> object:
             if len(received) > _MOST_BYTES:
                 raise CallError(f"the body has more than {_MOST_BYTES} bytes.", status=413)
     try:
-        return json.loads(received)
+        body = json.loads(received)
+        json.dumps(body, ensure_ascii=False).encode()  # refuses half a surrogate pair, as the tokenizer would
     except (ValueError, RecursionError) as cause:
         raise CallError(f"the body is no JSON: {cause}.") from cause
+    return body
 
 
 async def _disconnect(request: Request) -> None:
@@ -175,9 +177,12 @@ async def _unknown(request: Request, _: Exception) -> Response:
     return _refused(CallError(said, status=404, code="not_found"))
 
 
-def is_everywhere(host: str) -> bool:
-    """Whether `host`, such as 0 or ::, stands for all of this machine's addresses, so that no agent could call it."""
-    with suppress(OSError):  # a name
+def is_uncallable(host: str) -> bool:
+    """Whether `host` stands for all of this machine's addresses, as 0 and :: do, or can be no host's name."""
+    try:
         found = ipaddress.ip_address(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
-        return (getattr(found, "ipv4_mapped", None) or found).is_unspecified
-    return not host
+    except OSError:  # a name
+        return not host
+    except UnicodeError:  # a part between dots is empty or too long
+        return True
+    return (getattr(found, "ipv4_mapped", None) or found).is_unspecified

@@ -88,9 +88,9 @@ class Agent(Environment):
             raise ConfigError(
                 f"its endpoint needs {' and '.join(missing)}.", part=_PART, hint="pip install 'weightlane[service]'"
             )
-        from .endpoint import is_everywhere  # noqa: PLC0415 - has an HTTP server
+        from .endpoint import is_uncallable  # noqa: PLC0415 - has an HTTP server
 
-        if is_everywhere(options.host):
+        if is_uncallable(options.host):
             raise ConfigError(
                 f"environment.options.host is {options.host!r}, which is no address that an agent could call.",
                 part=_PART,

@@ -79,12 +79,14 @@ def hermes_reply(text: str) -> ParsedReply:
 def _from_json(text: str) -> ToolCall:
     try:
         call = json.loads(text)
+        return _checked(call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else _checked(None, None)
     except (ValueError, RecursionError) as error:
         return ToolCall("", error=f"the call is not valid JSON: {error}")
-    return _checked(call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else _checked(None, None)
 
 
 def _checked(name: object, arguments: object) -> ToolCall:
+    """Return the call, or its fault. Raises `UnicodeEncodeError` for half a surrogate pair, which no tokenizer takes."""
+    json.dumps([name, arguments], ensure_ascii=False).encode()
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(
             name if isinstance(name, str) else "", error='a call must be {"name": a string, "arguments": an object}'

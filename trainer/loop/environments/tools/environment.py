@@ -99,11 +99,15 @@ class Tools(Environment):
                 limit_s
             ) as timer:  # not wait_for, whose task would end the program by SystemExit
                 text = await self._made(call)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # whatever a tool raises is its answer
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the episode was cancelled, and not something inside the tool
             failed, text = True, f"error: {type(error).__name__}: {error}"
             if timer.expired():
                 text = f"error: it took longer than {limit_s:g} s"
-        return {"role": "tool", "name": call.name, "content": text[: self.options.answer_chars]}, failed
+        message = {"role": "tool", "name": call.name, "content": text[: self.options.answer_chars]}
+        # A tokenizer refuses half a surrogate pair, which a file's name, for example, can have.
+        return {key: value.encode(errors="replace").decode() for key, value in message.items()}, failed
 
     async def _made(self, call: ToolCall) -> str:
         if call.error:

@@ -86,7 +86,11 @@ def check_sandbox(limits: SandboxLimits) -> None:
 
 async def run_python(code: str, limits: SandboxLimits) -> str:
     """Run `code` as a program, and return what it prints, errors included, within `limits`. The code makes it raise nothing."""
-    folder = tempfile.mkdtemp(prefix="weightlane-sandbox-")
+    with tempfile.TemporaryDirectory(prefix="weightlane-sandbox-", ignore_cleanup_errors=True) as folder:
+        return await _run_in(folder, code, limits)
+
+
+async def _run_in(folder: str, code: str, limits: SandboxLimits) -> str:
     numbers = [int(limits.seconds) + 1, limits.memory_mib << 20, limits.file_mib << 20]
     command = [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, *map(str, numbers)]
     if limits.isolate:
@@ -107,9 +111,10 @@ async def run_python(code: str, limits: SandboxLimits) -> str:
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # Else `wait` would wait for processes that have left the group, too, which may have the other end.
+            process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
             with suppress(Exception):
                 await asyncio.shield(process.wait())
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _output(process: asyncio.subprocess.Process, code: str, limits: SandboxLimits) -> str:
