@@ -231,9 +231,11 @@ class TensorSender(_StreamEnd[SenderLink]):
 
     async def _sent(self) -> None:
         """Wait until what was started last is sent, and raise its error."""
-        if self._sending is not None:
-            await asyncio.wait({self._sending})  # also if the task is cancelled, since the thread reads the memory
-            self._sending.result()
+        if self._sending is None:
+            return
+        if not self._sending.done():  # else its event loop may be closed
+            await asyncio.wait({self._sending})  # a cancelled task waits again: the thread reads the memory
+        self._sending.result()
 
     def _send(self, memory: torch.Tensor, header: _Header, version: int) -> None:
         deadline = Deadline.after(self._timeout_s)

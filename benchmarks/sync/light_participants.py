@@ -168,13 +168,13 @@ class LightPublisher(LightParticipant):
     def agree(self, version: int) -> None:
         """Tell the other trainer ranks the digests that this one has of a version."""
         assert self._talk is not None
-        self._talk.publish("digests", version, _SAID)
+        self._talk.publish("digests", (version, 1), _SAID)
 
     def publish(self, version: int) -> None:
         """[rank 0] Hear what all ranks say of a version, and offer it."""
         assert self._talk is not None
         if len(self.case.trainers) > 1:
-            said = self._talk.collect("digests", version, Deadline.after(LIMIT_S))
+            said = self._talk.collect("digests", (version, 1), Deadline.after(LIMIT_S))
             assert said == dict.fromkeys(self.case.trainers, _SAID)
         manifest = _manifest(self.case).as_version(version, "")
         self._tell(Offer(name=self.name, session=self.session, version=version, manifest=manifest.to_offer()))

@@ -21,7 +21,7 @@ from weightlane.plugins import RunHooks
 from ..codecs.delta.staged_delta import DeltaDecoding, IncomingDelta, StagedDelta
 from ..send.pipeline import OutgoingBuckets
 from ..version.bucket_checksums import checksum_of, compare, verify
-from ..version.manifest import Manifest
+from ..version.manifest import Manifest, aligned
 from .live_stream import LiveStream
 from .receive_session import ExpectedBucket, ReceiveSession, Source
 from .staged_version import ViewedVersion, new_receive_memory
@@ -211,7 +211,8 @@ class VersionReceiver:
         if self._live_buffer.numel() < total:
             self.free_buffer()  # before the new memory is allocated
             self._live_buffer = new_receive_memory(total, self._device, self._live)
-        return dict(zip(senders, self._live_buffer[:total].split(total // len(senders)), strict=True))
+        nbytes = aligned(request.manifest.largest_bucket_bytes)
+        return {sender: self._live_buffer[number * nbytes :] for number, sender in enumerate(senders)}
 
     def _note_viewed(self, version: int, session: ReceiveSession) -> None:
         # Views of older sessions cannot be released: their senders have allocated other memory.

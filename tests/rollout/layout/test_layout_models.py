@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -264,5 +265,5 @@ def test_an_interrupt_of_a_start_stays_one_although_a_process_has_told_why_it_fa
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", interrupted)
     replica = probed_replica("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
     with mock.patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
-        replica._engine._build()
+        replica._engine._build(threading.Event())
     assert not reported[0].exists()

@@ -71,7 +71,7 @@ def mesh(spec: TensorSpec, rank: int, world: int) -> list[Box]:
 def values(version: int, specs: Specs = SPECS) -> dict[str, torch.Tensor]:
     """The tensors of a version: one element in 96 is new in each."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(spec.shape, generator=generator).to(spec.dtype) for name, spec in specs.items()}
+    tensors = {name: torch.randn(spec.shape, generator=generator) for name, spec in specs.items()}
     for tensor in tensors.values():
         tensor.view(-1)[version % 96 :: 96] += version
     return tensors

@@ -48,7 +48,10 @@ def test_buckets_that_one_sender_broadcasts_to_several_sets_of_ranks_are_written
     for version in (1, 2):
         run.serve(version)
     small = {"w": TensorSpec("w", (4, 3), torch.float32), "v": TensorSpec("v", (2, 1), torch.bfloat16)}
-    hop("gloo", rows, 2, [EVERYTHING], commit="in_place", specs=small).serve(1)  # 66 bytes of each sender
+    run = hop("gloo", rows, 2, [EVERYTHING], commit="in_place", specs=small)  # a bucket of 26 bytes from each sender
+    run.publish(1)
+    run.sync(1)
+    assert run.all_hold({name: tensor.to(small[name].dtype).float() for name, tensor in values(0, small).items()})
 
 
 def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(hop: MakeHop) -> None:
