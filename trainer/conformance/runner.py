@@ -23,6 +23,7 @@ GROUP = "weightlane.training_conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its training engine's name."""
 _LIMITS = ("deadline_s", "missing_s", "slack_s", "prompt_s", "grace_s")
 _SOURCE = """\
+from math import inf, nan
 from {module} import {suite} as _Suite
 
 class TestEngine(_Suite):

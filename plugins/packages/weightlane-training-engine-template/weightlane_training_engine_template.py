@@ -108,6 +108,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """See `TrainingEngine.local_shards`. Every rank has all tensors."""
+        self._open()
         return toolkit.local_shards(self._runs, self._tensors, 0, wire_dtype, self._kept)
 
     def save(self, directory: Path) -> None:

@@ -226,6 +226,11 @@ def test_attention_by_a_mask_or_a_bias_of_the_models_own_is_not_packed(tmp_path:
             with_kwargs=True,
         )
         assert not can_pack(biased)
+    kinds = ["full_attention", "sliding_attention"]
+    moe = transformers.Qwen2MoeConfig(use_sliding_window=True, num_hidden_layers=2, layer_types=kinds)
+    for windowed in (moe, transformers.PhimoeConfig(sliding_window=4, num_hidden_layers=1)):
+        with torch.device("meta"):
+            assert not can_pack(transformers.AutoModelForCausalLM.from_config(windowed))
 
 
 def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_transformers(tmp_path: Path) -> None:

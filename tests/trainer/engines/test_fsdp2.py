@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_ranks import (
     FSDP2_CP2,
     FSDP2_TP2,
@@ -19,11 +20,13 @@ from engine_ranks import (
     exhaustive,
     gathered,
 )
+from transformers import CohereConfig, CohereForCausalLM
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import AddressInUseError, ConfigError
+from weightlane.ckpt_engines import AddressInUseError, ClosedError, ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+from weightlane.trainer.engines.fsdp2.mesh import parallel_styles
 from weightlane.trainer.engines.fsdp2.optimizers import PARTS
 
 
@@ -49,6 +52,8 @@ def test_a_taken_port_is_a_typed_error(models: dict[str, Path]) -> None:
         with pytest.raises(AddressInUseError, match="taken"):
             engine.setup(models["qwen3-tied"], seed=0)
         engine.close()
+        with pytest.raises(ClosedError):
+            engine.steps_of()
 
 
 def test_a_connection_that_gloo_loses_when_the_ranks_join_is_made_again_and_no_group_waits_longer_than_it_is_allowed_to(
@@ -64,7 +69,7 @@ def test_a_connection_that_gloo_loses_when_the_ranks_join_is_made_again_and_no_g
 @pytest.mark.parametrize(
     ("world", "name", "layout"),
     [
-        (2, "qwen3-moe", FSDP2_TP2),
+        (2, "glm4-moe", FSDP2_TP2),
         exhaustive(2, "qwen3-moe", FSDP2_CP2),
         exhaustive(4, "qwen3-tied", FSDP2_TP2),
         exhaustive(4, "qwen3-tied", FSDP2_CP2),
@@ -108,3 +113,5 @@ def test_a_degree_that_does_not_fit_is_refused_before_anything_starts(models: di
         config = TrainerConfig(ranks=ranks, fsdp2=layout)
         with pytest.raises(ConfigError, match=says):
             Fsdp2Engine.check(config, models["qwen3-tied"])
+    with torch.device("meta"), pytest.raises(ConfigError, match="q_norm"):  # each head has a norm of its own
+        parallel_styles(CohereForCausalLM(CohereConfig(num_hidden_layers=1, use_qk_norm=True)))

@@ -125,6 +125,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         updated("config.json", model_type="mine", architectures=["MineForCausalLM"]),
         "holds a MineForCausalLM, which transformers does not know",
     ),
+    "architectures no list": (updated("config.json", architectures="Qwen3ForCausalLM"), "are no list of names"),
+    "an architecture no name": (updated("config.json", architectures=[["Qwen3ForCausalLM"]]), "are no list of names"),
     "another name": (updated("config.json", model_type="kimi_k2"), "the same model as deepseek_v3"),
     "no weights": (remove_weights, "holds no weights"),
     "truncated weights": (
@@ -134,6 +136,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "absurd header length": (
         lambda m: shards(m)[0].write_bytes(struct.pack("<Q", 1 << 60) + b"{}"),
         "not a safetensors file",
+    ),
+    "unknown dtype": (
+        lambda m: shards(m)[0].write_bytes(shards(m)[0].read_bytes().replace(b'"F32"', b'"U32"')),
+        "has the dtype U32, which is not known",
     ),
     "missing shard": (lambda m: shards(m)[1].unlink(), "lacks the weights file"),
     "index out of the folder": (
@@ -154,6 +160,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         updated("generation_config.json", eos_token_id=[5, 77]),
         f"the model ends on token 77, outside its vocab_size {VOCAB}",
     ),
+    "end token no id": (updated("generation_config.json", eos_token_id="</s>"), "eos_token_id '</s>', which is no id"),
     "no end token": (forget_eos, "names an end-of-sequence token"),
 }
 

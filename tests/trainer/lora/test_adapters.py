@@ -231,6 +231,7 @@ def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_
 
     refused("modules_to_save = ['lm_head']", {"modules_to_save": ["lm_head"]})
     refused("use_dora = True", {"use_dora": True})
+    refused("init_lora_weights = 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"})
     refused("rank_pattern = {'q_proj': 8}", {"rank_pattern": {"q_proj": 8}})
     refused("peft_type 'IA3'", {"peft_type": "IA3"})
     refused("has rank 2, the configuration 4", rank=4)
@@ -258,6 +259,7 @@ def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_
     ranks.all_fail("ConfigError", "Known adapters: plain, wrapped", "forward", adapter="a")
     step = [("optim_step", "plain", 0)]
     ranks.all_fail("ProtocolError", "there is no gradient for step 1", "adapter_steps", order=step)
+    assert ranks.all("adapter_fails_together", name="plain") == [(["ProtocolError"] * 2, 0)] * 2
     ranks.all_fail("ConfigError", "there is an adapter 'plain' already", "adapter", name="plain")
     assert ranks.all("remove", name="plain") == [("wrapped",)] * 2
     ranks.all_fail("ConfigError", "Known adapters: wrapped", "remove", name="plain")

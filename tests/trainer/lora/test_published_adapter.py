@@ -187,7 +187,7 @@ def test_a_saved_run_continues_bit_for_bit_with_all_its_adapters_and_storage_nev
             for do in ("forward_backward", "forward_backward", "optim_step"):
                 norms.append(ranks.all("adapter_steps", order=[(do, name, 2)]))
                 if moves:
-                    ranks.all("adapter_offload")
+                    ranks.all("adapter_offload", state=tmp_path / "state")
         return norms, gathered(ranks), state(ranks), whole(ranks.all("adapter_state", name="other"))
 
     expected = go_on()
@@ -266,3 +266,5 @@ def test_a_state_loads_in_another_layout_with_moments_and_is_refused_where_adapt
     ranks.all_fail("ConfigError", "its adapter 'default' has", "load", directory=tmp_path / "state")
     ranks.all_fail("ConfigError", "weights are frozen", "adapter_steps", order=[("forward_backward", "", 0)])
     ranks.all_fail("ConfigError", "cannot be removed", "remove", name="default")
+    (tmp_path / "state" / "adapters.json").unlink()
+    ranks.all_fail("ConfigError", "it has only adapters.safetensors", "load", directory=tmp_path / "state")

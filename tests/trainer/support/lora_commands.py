@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_batches import LOSSES, batch_of, make_batch, make_samples, mixed
+from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples, mixed
 from torch.distributed.tensor import DTensor
 
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.engines.contract import ForwardBackward
 
 
 class LoraCommands:
@@ -66,8 +67,16 @@ class LoraCommands:
                 norms.append(self._engine.optim_step(lambda names: None, name))
         return norms
 
-    def adapter_offload(self) -> None:
-        """Move everything to the host, where no tensor of an adapter has memory, and back."""
+    def adapter_fails_together(self, name: str) -> tuple[list[str], int]:
+        """What two calls of a mini-batch, made together, end with if the second has an unknown token; gradients that are left."""
+        batches = make_batch(0), batch_of([Sample((1,), (9999, 3), (-4.0, -4.0), 1.0)] * 4)
+        both = LossDenominators.of(*batches)
+        calls = [ForwardBackward(batch, mixed, both, adapter=name) for batch in batches]
+        answers = self._engine.forward_backward_together(calls)
+        return [type(each).__name__ for each in answers], len(self._engine._lora.chosen(name).memory_of("gradients"))
+
+    def adapter_offload(self, state: str) -> None:
+        """Move everything to the host, where no tensor of an adapter has memory, and back; then load the model's from `state`."""
         engine = self._engine
         adapter = engine._lora.chosen("default")
         gradients = [parameter.grad for parameter in adapter.parameters if parameter.grad is not None]
@@ -77,6 +86,8 @@ class LoraCommands:
         assert not any(tensor.untyped_storage().nbytes() for tensor in moved)
         engine.zero_grad("")  # the model's, and not the adapter's
         engine.onload()
+        engine.offload(["gradients"])
+        engine.load(Path(state), adapters=False)
 
     def adapter_state(self, name: str) -> list[tuple[Any, ...]]:
         """Every tensor on this rank of an adapter, or of the slot of this name, moments included."""

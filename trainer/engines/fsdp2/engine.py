@@ -112,19 +112,28 @@ class Fsdp2Engine(ProgramEngine):
         if not self._packs:
             return super().forward_backward_together(calls)
         found: dict[int, BackwardResult | WeightlaneError] = {}
-        groups: dict[object, dict[int, StartedPass]] = {}
+        passes: dict[int, StartedPass] = {}
+
+        def fail(numbers: Iterable[int], error: WeightlaneError) -> None:
+            """Answer these calls with `error`, and all that are left of the mini-batches that it dropped."""
+            dropped = [number for number, each in passes.items() if self._begun(each.adapter) is None]
+            for number in {*numbers, *dropped}:
+                found[number] = error
+                passes.pop(number, None)
+
         for number, call in enumerate(calls):
             try:
-                started = self._started(call)
+                passes[number] = self._started(call)
             except WeightlaneError as error:
-                found[number] = error
-            else:
-                groups.setdefault(started.shape or number, {})[number] = started
-        for group in groups.values():
+                fail([number], error)
+        while passes:
+            shapes = {number: each.shape or number for number, each in passes.items()}
+            group = [number for number, shape in shapes.items() if shape == next(iter(shapes.values()))]
+            joined = [passes.pop(number) for number in group]
             try:
-                found.update(zip(group, self._run_passes(list(group.values())), strict=True))
+                found.update(zip(group, self._run_passes(joined), strict=True))
             except WeightlaneError as error:
-                found.update(dict.fromkeys(group, error))
+                fail(group, error)
         return [found[number] for number in range(len(calls))]
 
     def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,8 +27,6 @@ _PART = "fsdp2 engine"
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _REFUSED = {"mla_kv_a_proj"}
 """Styles in transformers' plans whose partial gradients `complete_gradients` does not complete."""
-_REDUCED = "replicated_with_grad_allreduce"
-"""transformers' name for a replicated parameter whose gradient is partial on each rank and must be all-reduced."""
 
 
 def check_mesh(config: TrainerConfig, model_dir: Path) -> None:
@@ -141,8 +139,8 @@ class RankMesh:
         """All-reduce, over the ranks that share matrices, gradients of which each has only its own heads' part. Collective."""
         if self.tensor is None:
             return
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and _style(model, name.rpartition(".")[0]) == _REDUCED:
+        for _, parameter, _ in _between_split_layers(model):
+            if parameter.grad is not None:
                 grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 whole = grad.contiguous()
                 dist.all_reduce(whole, group=self.tensor.get_group())
@@ -157,6 +155,7 @@ def parallel_styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
         ConfigError: transformers has no plan for splitting this architecture's matrices, or one that isn't supported here.
     """
     odd = [name for name, module in model.named_modules() if _style(model, name) in _REFUSED]
+    odd += [name for name, _, is_whole in _between_split_layers(model) if not is_whole]
     if odd:
         raise ConfigError(
             f"{type(model).__name__} divides {odd[0]} in a way that fsdp2 doesn't know.",
@@ -166,7 +165,7 @@ def parallel_styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
     styles: dict[str, ParallelStyle] = {
         name: _STYLES[style]()
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and (style := _style(model, name)) in _STYLES
+        if (style := _split_style(model, name, module)) is not None
     }
     if not styles:
         raise ConfigError(
@@ -175,6 +174,29 @@ def parallel_styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
             hint="Set trainer.fsdp2.tensor_parallel to 1.",
         )
     return styles
+
+
+def _between_split_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+    """Yield the parameters between column-wise and row-wise layers of one module, such as norms of each head's queries and keys.
+
+    Every rank computes with its own heads there, so gradients are partial; transformers' plans do not name all of them.
+    Each comes with its name, and with whether it has the shape of one head or number, so that every rank computes with all of it.
+    """
+    for name, module in model.named_modules():
+        children = {child: _split_style(model, f"{name}.{child}", each) for child, each in module.named_children()}
+        if not set(_STYLES) <= set(children.values()):
+            continue
+        head = (getattr(module, "head_dim", None),)
+        for key, parameter in module.named_parameters():
+            child, _, inside = key.partition(".")
+            if children.get(child) is None:
+                yield f"{name}.{key}", parameter, parameter.numel() == 1 or (inside != "" and parameter.shape == head)
+
+
+def _split_style(model: torch.nn.Module, name: str, module: torch.nn.Module) -> str | None:
+    """Return the style in which the layer `module` is split; None if it is not."""
+    style = _style(model, name) if isinstance(module, torch.nn.Linear) else None
+    return style if style in _STYLES else None
 
 
 def _style(model: torch.nn.Module, module: str) -> str | None:

@@ -12,7 +12,7 @@ from ...data.sequences import IGNORED
 from . import chunks, cuda_kernels
 from .chunks import CHUNK_BYTES
 from .terms import HeadTerms, LogitSums, LogitTransform, LossSlopes, VocabularyShare
-from .top_tokens import best_of_all, too_few, unpacked
+from .top_tokens import best_of_all, unpacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,14 @@ def head_outputs(
         weight: [vocabulary, width] in the same dtype, without padding; with `share`, this rank's rows of it.
         targets: int64 [rows] or [rows, labels], each a token of the full vocabulary or `IGNORED`.
         entropy: Whether entropies are wanted; on a CPU they cost another pass over the logits.
-        top_k: How many of the most probable tokens are wanted. With Triton the first 128 cost no further product of `hidden` and
-            `weight`, and every further 128 cost one.
+        top_k: How many of the most probable tokens are wanted, at most all. With Triton the first 128 cost no further product of
+            `hidden` and `weight`, and every further 128 cost one.
         bias: [vocabulary], added to logits.
         temperatures: float32 [rows], by which logits are divided.
         transform: The model's transform of logits after its head.
         share: Which rows of the head `weight` has. All ranks of its group call this together, with equal `hidden`. The gradient
             by `hidden` is this rank's part: add it up over the group.
         chunk_bytes: Most bytes of the logits, or of the gradient by logits, that are in memory at a time, see `CHUNK_BYTES`.
-
-    Raises:
-        ValueError: The vocabulary has fewer than `top_k` tokens.
     """
     labels = targets if targets.ndim > 1 else targets.unsqueeze(1)
     logprobs, *others = _Head.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -99,8 +96,6 @@ class _Head(torch.autograd.Function):
             log_sum, joint_entropy = _join(log_sum, entropy, chosen, share.group)
             entropy = joint_entropy if with_entropy else entropy
             best = best_of_all(best, share.group) if top_k else best
-        if top_k > len(weight) and too_few(best):  # with enough rows here, there is no need to wait for the device
-            raise ValueError(f"top_k is {top_k}, but the vocabulary has fewer tokens.")
         ctx.with_entropy, ctx.transform, ctx.chunk_bytes = with_entropy, transform, chunk_bytes
         ctx.save_for_backward(hidden, weight, bias, temperatures, local, counts, log_sum, entropy)
         tokens, logits = unpacked(best)

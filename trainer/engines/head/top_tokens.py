@@ -39,11 +39,6 @@ def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return LOW - (keys & LOW), _mirrored((keys >> 32).int()).view(torch.float32)
 
 
-def too_few(keys: torch.Tensor) -> bool:
-    """Return whether some of `keys` stand for no token. Waits for the device."""
-    return bool((keys == NONE).any())
-
-
 def _mirrored(bits: torch.Tensor) -> torch.Tensor:
     """Map the bits of floats (int32) to integers in the order of these floats, or such integers back to bits.
 

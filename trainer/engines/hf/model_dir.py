@@ -154,17 +154,25 @@ def half_precision(dtypes: Iterable[torch.dtype | None]) -> torch.dtype:
 
 
 def weight_headers(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the headers of all files with weights in `path`: tensors by file and name, as the format describes them."""
+    """Return the headers of all files with weights in `path`: tensors by file and name, as the format describes them.
+
+    Raises `ConfigError` for a file that is missing or damaged, or a dtype that weightlane does not know.
+    """
     index = path / _INDEX
-    if not index.is_file():
-        return {_SINGLE: read_header(path, _SINGLE)}
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise _error(f"{index} has no weight_map.")
-    headers = {name: read_header(path, name) for name in sorted(set(map(str, weight_map.values())))}
+    weight_map: Any = {}
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise _error(f"{index} has no weight_map.")
+    headers = {name: read_header(path, name) for name in sorted(set(map(str, weight_map.values()))) or [_SINGLE]}
     for tensor, name in weight_map.items():
         if tensor not in headers[str(name)]:
             raise _error(f"{index} places {tensor} in {name}, which does not hold it.")
+    for name, header in headers.items():
+        for tensor, item in header.items():
+            if item["dtype"] not in SAFETENSORS_DTYPES:
+                known = f"Known are {', '.join(SAFETENSORS_DTYPES)}."
+                raise _error(f"{tensor} in {path / name} has the dtype {item['dtype']}, which is not known.", known)
     return headers
 
 
@@ -203,6 +211,8 @@ def _language_model_config(path: Path, raw: Mapping[str, Any], head: str) -> tup
         )
     expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     names = raw.get("architectures") or ([expected] if isinstance(expected, str) else [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _error(f"the architectures in {path / 'config.json'} are no list of names.", "Repair config.json.")
     accepted = {expected} if isinstance(expected, str) else set(expected or ())
     if head == "value" and model_type in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
         accepted.add(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[model_type])
@@ -226,6 +236,8 @@ def _model_eos(path: Path, text_config: Any) -> tuple[int, ...]:
     flat: list[int] = []
     for item in declared:
         flat.extend(item if isinstance(item, list | tuple) else [] if item is None else [item])
+    if odd := [item for item in flat if not isinstance(item, int)]:
+        raise _error(f"{path} has the eos_token_id {odd[0]!r}, which is no id.", "Repair its JSON files.")
     return tuple(dict.fromkeys(flat))
 
 

@@ -23,23 +23,40 @@ def can_pack(skeleton: torch.nn.Module) -> bool:
     """Whether the architecture of `skeleton`, a model whose parameters are on the meta device, can take packed sequences.
 
     It cannot where layers other than attention carry a state from token to token, where attention is not transformers'
-    exchangeable one or has a mask or a bias of its own, or where the model doesn't pass it the segments.
+    exchangeable one or has a mask or a bias of its own, or where the model doesn't pass it the segments or the sliding window.
     """
-    kinds = set(getattr(skeleton.config, "layer_types", None) or ())
+    config: Any = skeleton.config.get_text_config()  # type: ignore[operator, union-attr]  # of transformers' PreTrainedModel
+    kinds = list(getattr(config, "layer_types", None) or ())
     carries = any(isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase) for module in skeleton.modules())
-    if not getattr(skeleton, "_supports_attention_backend", False) or kinds - _ATTENTIONS or carries:
+    if not getattr(skeleton, "_supports_attention_backend", False) or set(kinds) - _ATTENTIONS or carries:
         return False
     probe = copy.deepcopy(skeleton).to("meta")
     pack_attention(probe)
+    window = getattr(config, "sliding_window", None) or 0
+    if kinds and "sliding_attention" not in kinds:
+        window = 0
+    if kinds and window:
+        _begin_with(probe, kinds.index("sliding_attention"))
     two = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         # With a mask, transformers doesn't read the values of positions, which the meta device does not have.
-        probe(input_ids=two, attention_mask=two, weightlane_probe=True, use_cache=False)
+        probe(input_ids=two, attention_mask=two, weightlane_probe=window, use_cache=False)
     except _ProbedError:
         return True
     except Exception:  # noqa: BLE001 - however an architecture fails without data, padding works for it
         return False
     return False
+
+
+def _begin_with(model: torch.nn.Module, first: int) -> None:
+    """Move the layers before the layer `first` of a transformers model behind the others, with their kinds."""
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]  # of transformers' PreTrainedModel
+    kinds = config.layer_types
+    config.layer_types = [*kinds[first:], *kinds[:first]]
+    for blocks in model.modules():
+        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == len(kinds):
+            for number, layer in enumerate([*blocks[first:], *blocks[:first]]):
+                blocks[number] = layer
 
 
 def pack_attention(model: torch.nn.Module) -> None:
@@ -76,18 +93,24 @@ def _attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     weightlane_segments: Segments | None = None,
-    weightlane_probe: bool = False,
+    weightlane_probe: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Implement transformers' attention interface: takes [1, heads, N, width] each, returns [1, N, heads, width]."""
+    """Implement transformers' attention interface: takes [1, heads, N, width] each, returns [1, N, heads, width].
+
+    `weightlane_probe` is for `can_pack`: the sliding window that the layer's mask would have, 0 for none.
+    """
     ignored = {"attention_mask": attention_mask, **others}
-    if odd := [name for name, value in ignored.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]:
+    odd = [name for name, value in ignored.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]
+    if weightlane_probe and not sliding_window:
+        odd.append("a window in its mask alone")
+    if odd:
         raise ConfigError(
             f"{type(module).__name__} attends by {', '.join(odd)}, too, which is not done for packed sequences.",
             part="fsdp2 engine",
             hint="Set trainer.fsdp2.packing to off.",
         )
-    if weightlane_probe:
+    if weightlane_probe is not None:
         raise _ProbedError
     if weightlane_segments is None:
         raise ConfigError(

@@ -22,14 +22,12 @@ def partial_name(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def make_partial(directory: Path) -> Path:
+def make_partial(directory: Path) -> None:
     """Make an empty directory `partial_name`, deleting an older one. Raises `StorageError` if `directory` exists."""
     if directory.exists():
         raise StorageError(f"{directory} already exists.", part=PART, hint="Remove it or choose another name.")
-    partial = partial_name(directory)
     discard_partial(directory)
-    partial.mkdir(parents=True)
-    return partial
+    partial_name(directory).mkdir(parents=True)
 
 
 def discard_partial(directory: Path) -> None:

@@ -51,6 +51,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
     def steps_of(self, adapter: str | None = None) -> int:
         """See `AdapterEngine.steps_of`."""
+        require_open(self._lora is not None, self._part)
         assert self._lora is not None
         chosen = self._lora.chosen(adapter)
         return self._step if chosen is None else chosen.step
@@ -127,6 +128,8 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         """See `TrainingEngine.load`; without `adapters`, these stay as they are."""
         require_open(self._lora is not None, self._part)
         self._require_here("parameters", "optimizer")
+        if not adapters:
+            self.onload(["gradients"])  # as in zero_grad
         with self._computing("the trainer ranks to load"), self._torn_unless_refused():
             saved = self._saved_adapters(directory) if adapters else None
             self._step = self._load_weights(directory, optimizer=optimizer)
@@ -289,8 +292,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         self._require_here("parameters", "gradients")
         self._check_outputs({*call.outputs, *needed_outputs(call.function)})
         # Adapters and the model's own weights have a mini-batch each.
-        begun = self._denominators if adapter is None else adapter.denominators
-        denominators = self._same_denominators(begun, call.batch, call.denominators)
+        denominators = self._same_denominators(self._begun(adapter), call.batch, call.denominators)
         if adapter is None:
             self._denominators = denominators
         else:
@@ -298,6 +300,10 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         with self._whole_gradients(adapter):
             call.batch.check_vocabulary(self._vocabulary)
         return StartedPass(call, adapter, LossSums(denominators))
+
+    def _begun(self, adapter: Adapter | None) -> LossDenominators | None:
+        """Return the denominators of the mini-batch of `adapter`, or of the model's own weights; None if none has begun."""
+        return self._denominators if adapter is None else adapter.denominators
 
     def _result(self, run: StartedPass, computed: int, outputs: Mapping[int, SequenceOutputs]) -> BackwardResult:
         """Sum the losses of a pass over the ranks; it has `computed` tokens and has these `outputs` on this rank. Collective."""

@@ -26,7 +26,6 @@ _HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
     "inference_mode",
-    "init_lora_weights",  # values are in the file
     "lora_alpha",
     "lora_dropout",  # which only training has
     "megatron_core",
@@ -40,6 +39,8 @@ _HARMLESS = {
     "task_type",
 }
 """Keys of PEFT's configuration that may have any value; any other key that is set requests an unsupported feature."""
+_STARTS = (True, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the model's own weights as they are. Others, such as PiSSA, take B A from them."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", "none", [], {})
 
 
@@ -179,7 +180,8 @@ def _check_config(directory: Path, found: Mapping[str, Any], config: LoraConfig)
     if found.get("peft_type") != "LORA":
         raise _error(f"the adapter in {directory} has peft_type {found.get('peft_type')!r} instead of 'LORA'.")
     for key, value in found.items():
-        if key not in _HARMLESS and value not in _NOTHING:
+        is_start = key == "init_lora_weights" and value in _STARTS
+        if key not in _HARMLESS and value not in _NOTHING and not is_start:
             raise _error(f"the adapter in {directory} has {key} = {value!r}, which this engine does not do.")
     targets = found.get("target_modules")
     theirs = {str(each).rpartition(".")[2] for each in targets} if isinstance(targets, list) else None

@@ -51,12 +51,19 @@ class SavedAdapters:
     def read(cls, directory: Path) -> SavedAdapters:
         """Read the adapters of the state in `directory`; none if it has no such files.
 
-        Raises `ConfigError` for files that no engine wrote, `StorageError` for those that cannot be read.
+        Raises `ConfigError` for files that no engine wrote or only one, `StorageError` for those that cannot be read.
         """
         from safetensors.torch import load_file  # noqa: PLC0415 - optional
 
         with storage_errors("read", directory):
-            if not all((directory / name).exists() for name in (_ABOUT, _TENSORS)):
+            there = [name for name in (_ABOUT, _TENSORS) if (directory / name).exists()]
+            if len(there) == 1:
+                raise ConfigError(
+                    f"the training state in {directory} is damaged: of {_ABOUT} and {_TENSORS} it has only {there[0]}.",
+                    part=PART,
+                    hint="Use another state.",
+                )
+            if not there:
                 return cls()
             text = (directory / _ABOUT).read_bytes()
             tensors = load_file(directory / _TENSORS)
@@ -128,10 +135,10 @@ def check_saved(
     runs: Sequence[CheckpointRun],
     moments_of: Callable[[str], Collection[str]] = lambda _: MOMENTS,
 ) -> None:
-    """Raise the `ConfigError` with which a newly set up engine of `config` would refuse to load `state`. Reads headers.
+    """Raise the `ConfigError` with which a newly set up engine of `config` would refuse to load `state`.
 
-    `model` may have its parameters on the meta device, and `runs` are its checkpoint tensors. `moments_of` returns the moments of
-    a parameter by its in-memory name.
+    Reads headers, and the adapters. `model` may have its parameters on the meta device, and `runs` are its checkpoint tensors.
+    `moments_of` returns the moments of a parameter by its in-memory name.
     """
     trained = {name for name, _ in model.named_parameters()} if config.trains_weights else ()
     moments = {run.name: moments_of(run.source) for run in runs if run.source in trained}

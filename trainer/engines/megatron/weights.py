@@ -142,10 +142,6 @@ def megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
-            clip_grad=settings.max_grad_norm,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=settings.megatron.distributed_optimizer,
