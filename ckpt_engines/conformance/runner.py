@@ -22,6 +22,7 @@ GROUP = "weightlane.conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its engine's name."""
 _LIMITS = tuple(ConformanceBase.__annotations__)
 _SOURCE = """\
+from math import inf, nan
 import pytest
 from {module} import {suite} as _Suite
 

@@ -21,6 +21,7 @@ GROUP = "weightlane.rollout_conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its rollout engine's name."""
 _LIMITS = ("deadline_s", "slack_s")
 _SOURCE = """\
+from math import inf, nan
 from {module} import {suite} as _Suite
 
 class TestEngine(_Suite):
