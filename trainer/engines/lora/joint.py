@@ -99,7 +99,8 @@ def _stacked(pairs: Sequence[LoraPair], counts: Sequence[int], inputs: torch.Ten
         torch.stack([pair.matrices[matrix] for pair in pairs]).to(inputs.dtype).transpose(1, 2) for matrix in MATRICES
     )
     low = torch.bmm(flat.view(len(pairs), max(counts), -1), down)
-    low = (low * _scales(tuple(pair.scale for pair in pairs), inputs.device)).to(inputs.dtype)
+    exact = torch.promote_types(inputs.dtype, torch.float32)
+    low = (low * _scales(tuple(pair.scale for pair in pairs), exact, inputs.device)).to(inputs.dtype)
     added = torch.bmm(low, up).flatten(0, 1)
     return (added[real] if padded else added).view(*inputs.shape[:-1], -1)
 
@@ -117,9 +118,9 @@ def _places(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor
 
 
 @lru_cache(maxsize=16)
-def _scales(scales: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Return float32 [runs, 1, 1], which rounds once, as a number does that is no tensor."""
-    return torch.tensor(scales, dtype=torch.float32, device=device)[:, None, None]
+def _scales(scales: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return `dtype` [runs, 1, 1]: at least float32, so that a product is rounded once, as by a number that is no tensor."""
+    return torch.tensor(scales, dtype=dtype, device=device)[:, None, None]
 
 
 LayerPair = LoraPair | JointPairs
