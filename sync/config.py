@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from weightlane.ckpt_engines.toolkit import one_address
 
@@ -106,13 +106,11 @@ class SyncConfig(BaseModel):
         " same slices, which relays every bucket to the next one. tree: every rank sends to two others. Relays are for trainer"
         " ranks whose network cards are the bottleneck, and for engines that send between hosts.",
     )
-    host: str = Field(
+    host: Annotated[str, AfterValidator(one_address)] = Field(
         "127.0.0.1",
         description="Address on which the run's hub for control messages listens; loopback unless the run spans machines.",
     )
     port: int = Field(0, ge=0, le=65535, description="Port of the hub; 0 takes a free one.")
-
-    _is_one_address = field_validator("host")(one_address)
 
     @property
     def silence_s(self) -> float:

@@ -6,10 +6,10 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import torch.distributed as dist
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from ...channels.channel import Address
 from ...channels.listener import one_address
@@ -27,7 +27,7 @@ _LAST_NUMBER = re.compile(r"\d+$")
 class TorchDistributedConfig(EngineConfig):
     """Options of ``gloo``, ``nccl`` and ``hccl``."""
 
-    host: str = Field(
+    host: Annotated[str, AfterValidator(one_address)] = Field(
         "127.0.0.1",
         description="Address of this machine on which a process listens; loopback unless there are several machines.",
     )
@@ -39,8 +39,6 @@ class TorchDistributedConfig(EngineConfig):
             " each sender of a machine has its own."
         ),
     )
-
-    _is_one_address = field_validator("host")(one_address)
 
     def listen_host(self, name: str) -> str:
         """Return the address on which the participant called `name` listens.
