@@ -190,12 +190,16 @@ class Listener:
 def one_address(host: str) -> str:
     """Return `host`, an address or a name, which is not looked up. Public in `toolkit`, for the options of engines.
 
-    Raises `ValueError` when it stands for all of this machine's addresses, as 0.0.0.0, 0 and :: do.
+    Raises `ValueError` when it stands for all of this machine's addresses, as 0.0.0.0, 0 and :: do, or can be no host's name.
     """
     address = None
-    with contextlib.suppress(OSError):  # a name
+    try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4][0]
         address = ipaddress.ip_address(found)
+    except UnicodeError:
+        raise ValueError("can be no host's name: a part between its dots is empty or too long") from None
+    except OSError:  # a name
+        pass
     if not host or (address and (getattr(address, "ipv4_mapped", None) or address).is_unspecified):
         raise ValueError("is a wildcard, on which no peer can connect; name one address of this machine")
     return host

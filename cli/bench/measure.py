@@ -111,7 +111,7 @@ def _measured(settings: BenchSettings, workload: Workload, say: Callable[[str], 
         rows, unavailable = _rows(settings, Path(directory))
         if not rows:
             return unavailable
-        keep_open = _keep_open(settings, workload, len(rows))
+        keep_open = _keep_open(settings, workload, rows)
         say(
             f"{workload.name}: {len(workload.specs)} tensors, {workload.nbytes / 1e6:.1f} MB, {settings.receivers} receivers"
         )
@@ -157,22 +157,23 @@ def _rows(settings: BenchSettings, directory: Path) -> tuple[list[RowFacts], dic
     return rows, unavailable
 
 
-def _keep_open(settings: BenchSettings, workload: Workload, rows: int) -> bool:
+def _keep_open(settings: BenchSettings, workload: Workload, rows: Sequence[RowFacts]) -> bool:
     """Return whether memory suffices to keep all rows connected. Raises `StagingMemoryError` if it does not even for one."""
     receivers = settings.receivers
     parameters = (1 + receivers) + (1 + receivers)  # the live ones, and the targets of the plain copies
-    row = 1 + _STAGED_VERSIONS * receivers
+    # Receivers of deltas keep a copy of their row's last version.
+    copies = [1 + (_STAGED_VERSIONS + (row.config.codec != "dense")) * receivers for row in rows]
     free = available_bytes(settings.device)
     if free is None:
         return False
-    needed = (parameters + row) * workload.nbytes
+    needed = (parameters + max(copies, default=0)) * workload.nbytes
     if needed > free:
         raise StagingMemoryError(
             f"{workload.name} with {receivers} receivers needs {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free.",
             part=_PART,
             hint="Measure a smaller model, or lower --receivers.",
         )
-    return (parameters + rows * row) * workload.nbytes < _SHARE_OF_MEMORY * free
+    return (parameters + sum(copies)) * workload.nbytes < _SHARE_OF_MEMORY * free
 
 
 class _Bench:

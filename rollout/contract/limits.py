@@ -1,4 +1,4 @@
-"""Time limits of an engine's actions, and threads for blocking calls that outlive neither the limit's wait nor the program."""
+"""Time limits of an engine's actions, and threads for blocking calls, for which neither a limit nor the program's end waits."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _CPU_KV_CACHE_BYTES = 256 << 20
 
 
 def child_environment(config: RolloutConfig) -> dict[str, str]:
-    """The environment variables of a replica's processes; those that are set already keep their values, but OMP_NUM_THREADS."""
+    """The environment variables of a replica's processes; all that are set already but OMP_NUM_THREADS keep their values."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

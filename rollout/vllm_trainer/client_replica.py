@@ -130,10 +130,9 @@ class ClientReplica:
             call = f"POST {urlsplit(str(answer.url)).path}"
             return refusal(call, answer.status_code, answer.text, part=self.name, peer=self._url)
         ray = sys.modules.get("ray.exceptions")  # loaded where a client has Ray actors
-        dead_actor = ray is not None and isinstance(cause, ray.RayActorError)
-        if dead_actor or (
-            isinstance(cause, OSError) and not isinstance(cause, HTTPError)
-        ):  # that is urllib's for an answer
+        is_dead = ray is not None and isinstance(cause, ray.RayActorError)
+        is_silent = isinstance(cause, OSError) and not isinstance(cause, HTTPError)  # that is urllib's for an answer
+        if is_dead or is_silent:
             gone = WorkerDiedError(
                 f"vLLM does not answer: {cause}.",
                 part=self.name,

@@ -238,13 +238,13 @@ class VersionSync:
                 )
             else:
                 result = future.result()
-            if (gone := self._queue.loss_of(entry)) is not None:
-                # What the process that has gone had committed is not what the one in its place holds.
-                failed[name] = self.report_without(name, gone)
-                continue
             if isinstance(result, WeightlaneError):
                 await self._fail(entry, result)
                 failed[name] = self.report_without(name, result)
+                continue
+            if (loss := self._queue.loss_of(entry)) is not None:
+                # The version went with the process that had committed it; the process in its place does not have it.
+                failed[name] = self.report_without(name, loss)
                 continue
             self._before[name] = entry.version
             entry.state, entry.version, entry.error = ReplicaState.SERVING, self.version, None

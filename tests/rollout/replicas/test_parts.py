@@ -200,9 +200,14 @@ def test_a_start_that_is_given_up_ends_its_engine_and_does_not_keep_the_program_
 
     monkeypatch.setattr(kind, loads, load)
     engine = kind("rollout-0", RolloutConfig(start_timeout_s=0.01), tmp_path)
-    for _ in range(2):  # another one waits for the end of the first
+
+    def is_loading() -> bool:
         with pytest.raises(DeadlineExceededError, match=r"within 0 s\. Raise rollout\.start_timeout_s"):
             asyncio.run(engine.start(0))
+        return bool(daemons)
+
+    wait_until(is_loading, "a start whose thread begins before it is given up")
+    is_loading()  # this one waits for the end of the first
     go.set()
     if kind is VllmEngine:
         wait_until(ended.is_set, "the end of vLLM's engine")

@@ -356,8 +356,8 @@ def test_a_fault_of_an_agent_is_a_typed_error_of_its_episode(
         ({"command": ["./missing"]}, "there is no program"),
         ({"command": ["true"], "preload": ["openai"]}, "preload is for a command that is python and a script"),
         ({"function": "no_such_module:f"}, "no_such_module"),
-        ({"command": ["true"], "host": "0.0.0.0"}, "no address that an agent could call"),
-        ({"command": ["true"], "host": "a..b"}, "no address that an agent could call"),
+        ({"command": ["true"], "host": "0.0.0.0"}, "is a wildcard, on which no peer can connect"),
+        ({"command": ["true"], "host": "a..b"}, "can be no host's name"),
         ({"command": ["true"], "format": "xml"}, "no tool format 'xml'"),
     ],
 )

@@ -226,8 +226,10 @@ def test_code_runs_within_its_limits_without_network_and_leaves_nothing_behind(t
         await asyncio.wait([running], timeout=HANG_S)
         assert running.cancelled(), "a process that left its group has the other end of the pipe"
 
-    asyncio.run(give_up())
-    os.kill(int(held.read_text()), signal.SIGKILL)
+    try:
+        asyncio.run(asyncio.wait_for(give_up(), HANG_S))
+    finally:
+        os.kill(int(held.read_text()), signal.SIGKILL)
 
 
 @needs_namespaces

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import secrets
 import socket
@@ -175,14 +174,3 @@ def _refused(error: CallError) -> Response:
 async def _unknown(request: Request, _: Exception) -> Response:
     said = f"{request.method} {request.url.path} is not offered here, but /v1/chat/completions and /v1/models."
     return _refused(CallError(said, status=404, code="not_found"))
-
-
-def is_uncallable(host: str) -> bool:
-    """Whether `host` stands for all of this machine's addresses, as 0 and :: do, or can be no host's name."""
-    try:
-        found = ipaddress.ip_address(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
-    except OSError:  # a name
-        return not host
-    except UnicodeError:  # a part between dots is empty or too long
-        return True
-    return (getattr(found, "ipv4_mapped", None) or found).is_unspecified

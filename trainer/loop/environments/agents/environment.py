@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from weightlane.ckpt_engines import ConfigError, EpisodeError
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
+from weightlane.ckpt_engines.toolkit import one_address
 
 from ....data.named_function import function_named
 from ..contract import Environment, EnvironmentContext, EpisodeView, Message, Options, Verdict
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint
 
 _PART = "environment agent"
-_LOOPBACK = "127.0.0.1"
 
 
 class AgentOptions(Options):
@@ -64,8 +64,8 @@ class AgentOptions(Options):
         description="What becomes of a call with another temperature or other sampling parameters than the run's. ignore: it is"
         " sampled as the run samples.",
     )
-    host: str = Field(
-        default=_LOOPBACK,
+    host: Annotated[str, AfterValidator(one_address)] = Field(
+        default="127.0.0.1",
         description="Address on which the endpoint listens, and at which agents find it. Beyond loopback, whoever reads the"
         " network reads the keys: use a private one.",
     )
@@ -87,14 +87,6 @@ class Agent(Environment):
         if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
             raise ConfigError(
                 f"its endpoint needs {' and '.join(missing)}.", part=_PART, hint="pip install 'weightlane[service]'"
-            )
-        from .endpoint import is_uncallable  # noqa: PLC0415 - has an HTTP server
-
-        if is_uncallable(options.host):
-            raise ConfigError(
-                f"environment.options.host is {options.host!r}, which is no address that an agent could call.",
-                part=_PART,
-                hint=f"Name an address of this machine, such as {_LOOPBACK}.",
             )
         self.needs_reward = options.reward == "function"
         self._function = self._checked(options)
