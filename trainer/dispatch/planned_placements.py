@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError, as_weightlane_error, error_from_wire
+from weightlane.ckpt_engines.runtime.cpus import usable_cpus
 from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_process
 from weightlane.sync import Placement, dtype_of
 
@@ -58,7 +59,7 @@ def _outline_all(config: dict[str, Any], model_dir: str, wire_dtype: str) -> lis
     """`Placement.to_plain` of every rank."""
     settings = TrainerConfig.model_validate(config)
     engine_class = training_engine_class(settings.engine)
-    at_once = os.cpu_count() or 1
+    at_once = usable_cpus()
     placements = []
     for first in range(0, settings.ranks, at_once):
         ranks = range(first, min(first + at_once, settings.ranks))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of, usable_cpus
+from weightlane.ckpt_engines.runtime.cpus import usable_cpus
+from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of
 from weightlane.ckpt_engines.runtime.process_memory import available_memory_bytes
 
 from .bench_report import Machine

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from weightlane.ckpt_engines.runtime.devices import usable_cpus
+from weightlane.ckpt_engines.runtime.cpus import usable_cpus
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 
 from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest, aligned

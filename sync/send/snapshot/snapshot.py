@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
-from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpus
+from weightlane.ckpt_engines.runtime.cpus import usable_cpus
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.ckpt_engines.runtime.tensor_bytes import copy_bytes
 from weightlane.ckpt_engines.runtime.threads import DaemonThreads
 

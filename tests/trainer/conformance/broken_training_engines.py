@@ -240,9 +240,9 @@ class OutlinesForOneRank(TemplateTrainingEngine):
     """The outline of every rank but the first has no tensor."""
 
     def outline(self, model_dir: Path) -> None:
-        model = toolkit.whole_model(model_dir)
-        self._tensors = toolkit.checkpoint_tensors(model)
-        self._runs = toolkit.checkpoint_runs(model, self._tensors) if self.rank == 0 else []
+        self._model = toolkit.whole_model(model_dir)
+        self._tensors = toolkit.checkpoint_tensors(self._model)
+        self._runs = toolkit.checkpoint_runs(self._model, self._tensors) if self.rank == 0 else []
         self._kept = toolkit.kept_types(model_dir, (run.name for run in self._runs))
 
 
