@@ -59,6 +59,8 @@ class VllmEngine(RolloutEngine):
         super().__init__(name, config, model_dir)
         self._engine: Any = None
         self._cleaner: Cleaner | None = None
+        self._processes: Sequence[Any] = ()
+        """Those of vLLM's engine core, as `multiprocessing` has them."""
         self._building = threading.Lock()
         """Held while vLLM's engine is made: that of a start that was given up ends before the next one begins."""
 
@@ -280,6 +282,9 @@ class VllmEngine(RolloutEngine):
 
     def _end_processes(self, engine: Any) -> None:
         engine.shutdown(timeout=_CLOSE_TIMEOUT_S)
+        for process in self._processes:
+            process.join(_CLOSE_TIMEOUT_S)  # vLLM kills those that take longer, and does not reap them
+        self._processes = ()
         if self._cleaner is not None:
             self._cleaner.close()
 
@@ -307,5 +312,5 @@ class VllmEngine(RolloutEngine):
             if failure is not None and isinstance(cause, Exception):
                 raise failure from cause
             raise
-        processes = self._engine.engine_core.resources.engine_manager.processes
-        self._cleaner.settle(segments_of_trees(process.pid for process in processes))
+        self._processes = self._engine.engine_core.resources.engine_manager.processes
+        self._cleaner.settle(segments_of_trees(process.pid for process in self._processes))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
 import pytest
 from waiting import HANG_S
 
 from weightlane.rollout.conformance import RolloutConformanceBase, RolloutEngineConformance
 from weightlane.rollout.conformance.builtin import VllmConformance
+from weightlane.rollout.conformance.checks.base import ServingMaker, Versions
 
 
 class Patient(RolloutConformanceBase):
@@ -28,3 +34,12 @@ class TestTransformers(Patient, RolloutEngineConformance):
 @pytest.mark.exhaustive
 class TestVllm(Patient, VllmConformance):
     """Each check; `make test` compares vLLM with other oracles, in `rollout/commit` and others."""
+
+    def test_a_frozen_engine_is_killed_and_no_zombie_is_left(self, make: ServingMaker, versions: Versions) -> None:
+        serving = make(versions.path(self.models[0]))
+        serving.start()
+        engine: Any = serving.replica._engine
+        (core,) = engine._processes
+        os.kill(core.pid, signal.SIGSTOP)
+        serving.close()
+        assert not Path(f"/proc/{core.pid}").exists()
