@@ -102,20 +102,16 @@ def test_a_report_shows_what_is_not_copied_and_which_experts_each_rank_holds() -
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(material: Material, tmp_path: Path) -> None:
     shutil.copytree(material.model, tmp_path / "whole")
     shutil.copytree(material.model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (model / "config.json").write_text(json.dumps(config))
     for model, arguments, message in (
         ("nowhere", [], "is not a directory. Name the directory of a Hugging Face checkpoint."),
         ("weightless", [], "model.safetensors does not exist."),
         ("whole", ["--tp", "0"], "a replica cannot have 0 ranks. Give --tp a number from 1."),
         ("whole", ["--ep"], "expert parallelism needs more than one rank. Give --tp a number from 2."),
         ("whole", ["--dtype", "int3"], "'int3' is none of auto, float32"),
+        ("fp8", [], "the replica quantizes its weights (fp8) in a format in which versions are not sent."),
     ):
         assert_refused(message, "layout", str(tmp_path / model), *arguments)
-
-
-def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> None:
-    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8")
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [64, 64]
-    (model / "config.json").write_text(json.dumps(config))
-    says = "the replica quantizes its weights (fp8) in a format in which versions are not sent."
-    assert_refused(says, "layout", str(model))

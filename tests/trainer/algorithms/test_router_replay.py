@@ -227,7 +227,7 @@ TP_EP = {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}
 @pytest.mark.parametrize(
     ("name", "world", "trainer"),
     [
-        case("qwen3-moe", 2, {**FSDP2_CP2, **RECOMPUTED}, id="fsdp2-cp2, recomputed"),
+        exhaustive("qwen3-moe", 2, {**FSDP2_CP2, **RECOMPUTED}, id="fsdp2-cp2, recomputed"),
         case("deepseek-v3", 2, megatron(TP_EP, **RECOMPUTED), id="megatron-tp2-ep2, recomputed"),
         exhaustive("qwen3-moe", 2, FSDP2_TP2, id="fsdp2-tp2"),
         exhaustive("qwen3-moe", 2, {"fsdp2": {"packing": "off"}}, id="fsdp2-2, padded"),

@@ -37,7 +37,7 @@ ROWS, CALLS = 7, [[0], [3, 1, 2, 4], [6, 5]]
 @pytest.mark.parametrize(
     "settings",
     [
-        case({}, id="fsdp2"),
+        exhaustive({}, id="fsdp2"),
         exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
         exhaustive(FSDP2_CP2, id="fsdp2-cp2"),
         case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-tp2-sp"),

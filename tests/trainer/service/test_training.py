@@ -94,6 +94,7 @@ def test_log_probabilities_and_steps_are_those_of_float64(service: ServiceProces
     assert off_norm / moved_norm < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_the_example_a_run_and_a_worker_take_the_same_steps_bit_for_bit(
     all_weights: ServiceProcess, model: Path, tmp_path: Path
 ) -> None:
