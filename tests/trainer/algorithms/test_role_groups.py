@@ -101,7 +101,6 @@ def oracle(
 
 ALONE = {"critic": 1, "reference": 1}
 """Ranks that roles have for themselves."""
-SPREAD = megatron({"distributed_optimizer": True}, ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,9 @@ SPREAD = megatron({"distributed_optimizer": True}, ranks=2)
         exhaustive(
             "grpo", megatron({"pipeline_parallel": 2}, ranks=2), {"reference": 2}, id="grpo, megatron, pp2 each"
         ),
-        exhaustive("ppo", SPREAD, ALONE, id="ppo, megatron, dp2, others dp1"),
+        exhaustive(
+            "ppo", megatron({"distributed_optimizer": True}, ranks=2), ALONE, id="ppo, megatron, dp2, others dp1"
+        ),
         exhaustive("ppo", {"ranks": 2}, ALONE, id="ppo, fsdp2 on 2, others on 1"),
     ],
 )
