@@ -23,6 +23,8 @@ _MOST_PENDING = 128
 """Handshakes that may be pending at a time, in addition to one for each expected connection."""
 _BACKLOG_PAUSE_S = 0.01
 """Seconds to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event when it has room."""
+_ADDRESS_S = 5.0
+"""Most seconds for one of several addresses of a host: a firewall may drop what is sent to an address of one family."""
 _ADDRESS_HINT = "Check that the peer is alive and that its address can be reached from here."
 _SOCKET_HINT = f"Check that the peer is alive. {SHARED_DIRECTORY_HINT}"
 
@@ -175,9 +177,10 @@ def _message(bare: Channel, deadline: Deadline) -> dict[str, Any]:
 def _connected(targets: list[tuple[int, Any]], life: Lifecycle, peer: str, deadline: Deadline) -> socket.socket:
     """Return a socket connected to the first of `targets`, each a family and an address, at which something listens."""
     *others, last = targets
-    for target in others:  # a host's name may have an address of each family
-        with contextlib.suppress(PeerLostError):
-            return _open(*target, life, peer, deadline)
+    for number, target in enumerate(others):  # a host's name may have an address of each family
+        share_s = deadline.remaining_s / (len(targets) - number)
+        with contextlib.suppress(PeerLostError, DeadlineExceededError):
+            return _open(*target, life, peer, deadline.within(min(share_s, _ADDRESS_S)))
     return _open(*last, life, peer, deadline)
 
 

@@ -277,19 +277,18 @@ def test_a_host_that_is_none_is_a_typed_error() -> None:
     life.close()
 
 
-def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are_not_mixed_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The sender's host has an address more, at which it does not listen."""
-    found = socket.getaddrinfo
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, port, **kind: found("127.0.0.9", port, **kind) + found(host, port, **kind)
-    )
+def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's host has two addresses more: at one nobody listens, and at the other nobody answers."""
     life, dialling = (Lifecycle(part, lambda: None) for part in ("sender s", "receiver"))
     lanes = ("control", "engine")
     listener = Listener(listen_tcp("127.0.0.1"), {})
     address = listener.socket.getsockname()
-    with ThreadPoolExecutor(1) as threads:
+    silent = socket.create_server(("127.0.0.8", address[1]), backlog=0)
+    all_that_it_takes = socket.create_connection(silent.getsockname())
+    found = [(socket.AF_INET, 0, 0, "", (ip, address[1])) for ip in ("127.0.0.9", "127.0.0.8", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr("weightlane.ckpt_engines.channels.joining._ADDRESS_S", 0.05)
+    with silent, all_that_it_takes, ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(accept_receivers, listener, life, SESSION, ["a", "b"], soon(), lanes=lanes, key=KEY)
         dialled = {
             (lane, name): dial(address, dialling, soon(), peer="s", key=KEY, hello=Hello(SESSION, name, lane))
