@@ -175,8 +175,9 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
         # It sleeps between two looks, so after three sleeps it has looked once from beginning to end.
         slept = cleaner.num_ctx_switches().voluntary
         wait_until(lambda: cleaner.num_ctx_switches().voluntary >= slept + 3, "the cleaner has looked")
-        for each in psutil.Process(replica.pid).children(recursive=True):
-            each.kill()  # as Ray does
+        for each in psutil.Process(replica.pid).children(recursive=True):  # as Ray does
+            with contextlib.suppress(psutil.NoSuchProcess):  # the resource tracker ends with its owner
+                each.kill()
         os.killpg(replica.pid, signal.SIGKILL)
         wait_until(lambda: not any(path.exists() for path in paths), "the segments are removed")
     finally:

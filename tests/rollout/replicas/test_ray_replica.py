@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,8 @@ def test_a_replica_whose_process_is_killed_leaves_no_process_and_no_shared_memor
     owner = Program(Path(__file__).with_name("replica_process.py"))
     try:
         owner.call("start", str(make_llama(tmp_path / "model", seed=0)))
-        children, segments = descendants(owner.process.pid), segments_of_trees([owner.process.pid])
+        children = psutil.Process(owner.process.pid).children(recursive=True)
+        segments = segments_of_trees([owner.process.pid])
         assert len(children) >= 2, "an engine core and its rank"
         assert segments
         owner.process.kill()
@@ -36,15 +38,13 @@ def test_a_replica_whose_process_is_killed_leaves_no_process_and_no_shared_memor
         owner.kill()
 
 
-def descendants(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
-
-
 def wait_until_gone(processes: list[psutil.Process]) -> None:
-    def gone() -> bool:
-        return all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in processes)
+    def gone(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return True
 
-    wait_until(gone, "end of what a killed actor has started")
+    wait_until(lambda: all(map(gone, processes)), "end of what a killed actor has started")
 
 
 @pytest.mark.ray
@@ -95,7 +95,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
 
 async def kill_it(replica: RolloutReplica) -> None:
     assert replica.pid is not None
-    children = descendants(replica.pid)
+    children = psutil.Process(replica.pid).children(recursive=True)
     assert len(children) >= 3, "an engine core and two ranks"
     segments = segments_of_trees([replica.pid])
     assert segments
