@@ -41,7 +41,7 @@ test: setup
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: setup
-	@echo "== tests: all of them (about half an hour on two cores)"
+	@echo "== tests: all of them (about three quarters of an hour on two cores)"
 	@$(PYTEST)
 
 # Other frameworks, which pin what they need: each folder has a requirements.txt, and tests that `make test` does not collect.
