@@ -175,7 +175,7 @@ def _message(bare: Channel, deadline: Deadline) -> dict[str, Any]:
 
 
 def _connected(targets: list[tuple[int, Any]], life: Lifecycle, peer: str, deadline: Deadline) -> socket.socket:
-    """Return a socket connected to the first of `targets`, each a family and an address, at which something listens."""
+    """Return a socket connected to the first of `targets`, each a family and an address, that answers."""
     *others, last = targets
     for number, target in enumerate(others):  # a host's name may have an address of each family
         share_s = deadline.remaining_s / (len(targets) - number)

@@ -129,7 +129,7 @@ def _cpu() -> list[Finding]:
     flags = set(CPUINFO.read_text(encoding="utf-8", errors="replace").split())
     paths = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}
     has = [path for path, flag in paths.items() if flag in flags]
-    found = f"{usable_cpus()} cores, {platform.machine()}, {', '.join(has) or 'no AVX2'}"
+    found = f"cores: {usable_cpus()}, {platform.machine()}, {', '.join(has) or 'no AVX2'}"
     too_old = not has and platform.machine() == "x86_64"
     return _machine("cpu", found, "vLLM's CPU build needs AVX2" if too_old else "", "Use a newer CPU or a GPU.")
 

